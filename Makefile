@@ -1,0 +1,64 @@
+# Each target sets up what it needs; nothing is done twice while nothing changed.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+SHELL := bash
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed.stamp
+TOOLS := build/tools
+PYTHON := $(shell cat .python-version)
+# Found by pip only where the machine has none that runs.
+UV := $(shell if uv --version >/dev/null 2>&1; then echo uv; else echo $(TOOLS)/bin/uv; fi)
+
+DEMO := model_name=demo num_cpu_devices=8 ici_fsdp_parallelism=-1 ici_expert_parallelism=2 \
+  quantization=fp8_full use_batch_split_schedule=true merge_gating_gmm=true run_name=demo
+PYTEST := $(BIN)/python -m pytest -n 2
+
+.PHONY: help setup demo test test-all lint format clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
+	  || sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1: \2/p' Makefile
+
+setup: $(STAMP) ## create .venv and install octablox into it
+
+demo: $(STAMP) ## train a small DeepSeek-V3 in FP8 on 8 virtual CPU devices (a few minutes)
+	rm -rf runs/demo
+	$(BIN)/octablox train $(DEMO)
+
+test: $(STAMP) ## all tests but the slow ones and those that need libtpu
+	$(PYTEST)
+
+test-all: $(STAMP) ## all tests
+	$(PYTEST) -m ""
+
+lint: $(STAMP) ## linter, formatter check, type checker
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMP) ## format the code and mend what the linter can mend
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## remove what make built; runs/ stays
+	rm -rf $(VENV) build
+
+$(TOOLS)/bin/uv:
+	@echo "installing uv into $(TOOLS)"
+	@python3 -m pip install --quiet --target $(TOOLS) uv || { \
+	  echo "error: set-up needs uv, or pip for python3 to install it: put either on this machine"; \
+	  exit 1; }
+
+# The Python that .python-version names, else any that is new enough, else one that uv can fetch.
+$(STAMP): pyproject.toml constraints.txt $(filter $(TOOLS)/%,$(UV))
+	@if ! $(BIN)/python -c 'import sys' 2>/dev/null; then \
+	  $(UV) venv --clear --no-python-downloads --python $(PYTHON) $(VENV) 2>/dev/null \
+	  || $(UV) venv --clear --no-python-downloads --python '>=3.12' $(VENV) 2>/dev/null \
+	  || $(UV) venv --clear --python $(PYTHON) $(VENV) \
+	  || { echo "error: octablox needs Python $(PYTHON) or newer, and none was found"; exit 1; }; \
+	fi
+	$(UV) pip install --python $(BIN)/python --editable '.[test]' --constraints constraints.txt \
+	  --compile-bytecode
+	@touch $@

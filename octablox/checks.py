@@ -1,0 +1,208 @@
+"""Every check that concerns more than one setting, before anything compiles.
+
+`check` needs the config alone, `check_devices` also how many devices there are. Each raises a
+UserError of one line: what was expected, what was got, what to do.
+"""
+
+import difflib
+import pathlib
+
+from octablox.errors import UserError
+from octablox.fp8 import RECIPES, recipe_from_config
+from octablox.settings import Config
+
+
+def check(config: Config) -> None:
+    """Raises a UserError where settings contradict one another on any number of devices."""
+    _check_routing(config)
+    _check_model(config)
+    _check_schedule(config)
+    _check_data(config)
+    _check_run(config)
+    _check_quantization(config)
+
+
+def check_devices(config: Config, device_count: int) -> None:
+    """Raises a UserError where the mesh or the batch does not fit `device_count` devices."""
+    axes = resolve_mesh_shape(config, device_count)
+    model, moe = config.model, config.moe
+    shards = axes["fsdp"] * axes["expert"]
+    _require(
+        model.base_emb_dim % shards == 0,
+        f"base_emb_dim (D) must be a multiple of fsdp x expert = {axes['fsdp']} x "
+        f"{axes['expert']} = {shards}, which shard it; got {model.base_emb_dim}",
+    )
+    if model.base_num_decoder_layers > model.first_num_dense_layers:
+        key = "num_experts" if moe.expert_sharding == "expert" else "base_moe_mlp_dim"
+        dim = getattr(moe, key)
+        _require(
+            dim % axes["expert"] == 0,
+            f"{key} must be a multiple of the expert axis, {axes['expert']}, which shards it "
+            f"(expert_sharding={moe.expert_sharding}); got {dim}",
+        )
+    _require(
+        moe.gmm_backend != "ragged_dot" or moe.expert_sharding == "width" or axes["expert"] == 1,
+        f"gmm_backend=ragged_dot needs all experts on each device, got an expert axis of "
+        f"{axes['expert']}; write gmm_backend=auto or expert_sharding=width",
+    )
+    _check_batch(config, device_count)
+
+
+def resolve_mesh_shape(config: Config, device_count: int) -> dict[str, int]:
+    """Devices of each mesh axis, {"data": .., "fsdp": .., "expert": ..}, with -1 filled in."""
+    mesh = config.mesh
+    axes = {
+        "data": mesh.ici_data_parallelism,
+        "fsdp": mesh.ici_fsdp_parallelism,
+        "expert": mesh.ici_expert_parallelism,
+    }
+    for axis, size in axes.items():
+        _require(
+            size == -1 or size >= 1,
+            f"ici_{axis}_parallelism: expected -1 or at least 1, got {size}",
+        )
+    free = [axis for axis, size in axes.items() if size == -1]
+    _require(
+        len(free) <= 1,
+        "at most one mesh axis can be -1 (what is left), got -1 for " + " and ".join(free),
+    )
+    fixed = 1
+    for size in axes.values():
+        fixed *= max(size, 1)
+    written = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size != -1)
+    if free:
+        _require(
+            device_count % fixed == 0,
+            f"{written} = {fixed} does not divide {device_count} devices; "
+            f"choose sizes that do, or num_cpu_devices for virtual ones",
+        )
+        return axes | {free[0]: device_count // fixed}
+    _require(
+        fixed == device_count,
+        f"the mesh {written} = {fixed} must have as many places as devices, {device_count}; "
+        f"let one axis be -1",
+    )
+    return axes
+
+
+def global_batch_size(config: Config, device_count: int) -> int:
+    """Sequences of one optimizer step: devices x rows of a device x accumulation steps."""
+    rows = int(config.run.per_device_batch_size)
+    return rows * device_count * config.optimizer.gradient_accumulation_steps
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+def _check_routing(config: Config) -> None:
+    moe = config.moe
+    experts, chosen = moe.num_experts, moe.num_experts_per_tok
+    groups, top_groups = moe.n_routing_groups, moe.topk_routing_group
+    _require(
+        chosen <= experts,
+        f"num_experts_per_tok must be at most num_experts = {experts}, got {chosen}",
+    )
+    _require(
+        experts % groups == 0,
+        f"n_routing_groups must divide num_experts = {experts}, got {groups}",
+    )
+    _require(
+        top_groups <= groups,
+        f"topk_routing_group must be at most n_routing_groups = {groups}, got {top_groups}",
+    )
+    reachable = experts // groups * top_groups
+    _require(
+        chosen <= reachable,
+        f"num_experts_per_tok must be at most {reachable}, the experts in {top_groups} of "
+        f"{groups} groups; got {chosen}",
+    )
+    _require(
+        groups == 1 or experts // groups >= 2,
+        f"a routing group's score is the sum of its two best experts, so n_routing_groups must be "
+        f"at most {max(experts // 2, 1)}; got {groups}",
+    )
+
+
+def _check_model(config: Config) -> None:
+    model = config.model
+    _require(
+        model.first_num_dense_layers <= model.base_num_decoder_layers,
+        f"first_num_dense_layers must be at most base_num_decoder_layers = "
+        f"{model.base_num_decoder_layers}, got {model.first_num_dense_layers}",
+    )
+    _require(
+        model.qk_rope_head_dim % 2 == 0,
+        f"qk_rope_head_dim must be even (RoPE rotates pairs), got {model.qk_rope_head_dim}",
+    )
+
+
+def _check_schedule(config: Config) -> None:
+    schedule = config.schedule
+    _require(
+        not schedule.use_batch_split_schedule or schedule.micro_batches >= 2,
+        "batch_split_factor must be 2 or more with use_batch_split_schedule=true, got 1; "
+        "leave it out for 2, or write use_batch_split_schedule=false",
+    )
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    from_files = data.dataset_type in ("text", "jsonl")
+    _require(
+        not from_files or bool(data.dataset_path),
+        f"dataset_type={data.dataset_type} needs dataset_path=FILE, FOLDER or GLOB",
+    )
+    _require(
+        from_files or not data.dataset_path,
+        f"dataset_path is read with dataset_type=text or jsonl only, got "
+        f"dataset_type={data.dataset_type}",
+    )
+    default_key = type(data).model_fields["jsonl_text_key"].default
+    _require(
+        data.dataset_type == "jsonl" or data.jsonl_text_key == default_key,
+        f"jsonl_text_key is read with dataset_type=jsonl only, got "
+        f"dataset_type={data.dataset_type}",
+    )
+
+
+def _check_run(config: Config) -> None:
+    run, schedule_steps = config.run, config.optimizer.learning_rate_schedule_steps
+    _require(run.eval_interval != 0, "eval_interval: expected -1 or at least 1, got 0")
+    _require(
+        schedule_steps == -1 or schedule_steps >= 1,
+        f"learning_rate_schedule_steps: expected -1 or at least 1, got {schedule_steps}",
+    )
+    _require(
+        run.run_name in ("", pathlib.PurePath(run.run_name).name) and run.run_name != "..",
+        f"run_name must be the name of one folder, got {run.run_name!r}; "
+        f"base_output_directory says where it is",
+    )
+    _require(bool(run.base_output_directory), "base_output_directory: expected a folder, got ''")
+
+
+def _check_quantization(config: Config) -> None:
+    settings = config.quantization
+    name = settings.quantization
+    close = difflib.get_close_matches(name.lower(), RECIPES, n=1, cutoff=0.4)
+    _require(
+        not name or name in RECIPES or name.endswith((".yml", ".yaml")),
+        f"quantization: expected nothing (bf16), one of {', '.join(RECIPES)}, or a recipe in "
+        f"YAML, got {name!r}" + (f"; did you mean {close[0]}?" if close else ""),
+    )
+    recipe_from_config(settings)
+
+
+def _check_batch(config: Config, device_count: int) -> None:
+    rows, factor = config.run.per_device_batch_size, config.schedule.micro_batches
+    _require(
+        float(rows).is_integer(),
+        f"per_device_batch_size must be whole: {rows:g} x {device_count} devices = "
+        f"{rows * device_count:g} sequences do not divide evenly over the devices",
+    )
+    _require(
+        int(rows) % factor == 0,
+        f"per_device_batch_size must be a multiple of batch_split_factor = {factor}, "
+        f"got {rows:g}; write per_device_batch_size={-(-int(rows) // factor) * factor}",
+    )

@@ -1,0 +1,171 @@
+"""`octablox VERB [key=value ...]`.
+
+Nothing heavy is imported before a verb has work to do: `octablox --help` answers at once.
+"""
+
+import dataclasses
+import difflib
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import octablox
+from octablox.errors import UserError
+
+if TYPE_CHECKING:
+    from octablox.config import Resolved
+
+
+def train(args: Sequence[str]) -> int:
+    """Trains a model, or resumes the run that `run_name` names."""
+    resolved = _load(args)
+    _check_devices(resolved)
+    from octablox.train import loop
+
+    return loop.train(resolved)
+
+
+def show(args: Sequence[str]) -> int:
+    """Prints what the settings come to: mesh, parameters, FLOPs and GEMMs; --json for programs."""
+    as_json = "--json" in args
+    resolved = _load([arg for arg in args if arg != "--json"])
+    device_count = _check_devices(resolved)
+    from octablox import show as report
+
+    report.show(resolved, device_count, as_json=as_json)
+    return 0
+
+
+_KEY_WIDTH = 40  # of a help line: name and default
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """One of the program's commands: what runs, and an example of it."""
+
+    run: Callable[[Sequence[str]], int]
+    example: str
+
+    @property
+    def summary(self) -> str:
+        """The verb in one line."""
+        return (self.run.__doc__ or "").strip()
+
+
+VERBS = {
+    "train": Verb(train, "octablox train model_name=demo quantization=fp8_full steps=200"),
+    "show": Verb(show, "octablox show model_name=deepseek3-671b num_cpu_devices=256"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code: 0, or 2 after an error that the user can mend."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(args)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader has gone, as in `octablox show | head`; Python would complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(args: Sequence[str]) -> int:
+    if not args or args[0] in ("--help", "-h", "help"):
+        print(_help())
+        return 0
+    if args[0] == "--version":
+        print(f"octablox {octablox.__version__}")
+        return 0
+    name, rest = args[0], args[1:]
+    if name not in VERBS:
+        close = difflib.get_close_matches(name, VERBS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(f"expected a verb ({', '.join(VERBS)}), got {name!r}{hint}")
+    if "--help" in rest or "-h" in rest:
+        print(_verb_help(name))
+        return 0
+    return VERBS[name].run(rest)
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {name:8}{verb.summary}" for name, verb in VERBS.items())
+    examples = "\n".join(f"  {verb.example}" for verb in VERBS.values())
+    return f"""octablox VERB [key=value ...]
+
+FP8 mixture-of-experts training for JAX.
+
+verbs:
+{verbs}
+
+examples:
+{examples}
+
+octablox VERB --help lists the keys; octablox --version prints the version."""
+
+
+def _verb_help(name: str) -> str:
+    from octablox import config
+
+    verb = VERBS[name]
+    lines = [f"octablox {name} [key=value ...]", "", verb.summary, "", f"  {verb.example}", ""]
+    lines += [
+        "Later sources win: these defaults, the preset of model_name, config=FILE.yml, the config",
+        "of the run that run_name resumes, the command line.",
+        "",
+        *_key_lines(config.Config, ["model_name"]),
+        f"    the presets: {', '.join(config.preset_names())}",
+        f"  {'config':{_KEY_WIDTH}}  a file of `key: value` lines",
+    ]
+    for owner in config.OWNERS.values():
+        lines += ["", (owner.__doc__ or "").strip().splitlines()[0]]
+        lines += _key_lines(owner, owner.model_fields)
+    return "\n".join(lines)
+
+
+def _key_lines(owner, keys) -> list[str]:
+    """For each key its name and default, its description, its choices, as wide as the terminal."""
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    lines = []
+    for key in keys:
+        field = owner.model_fields[key]
+        default = str(field.default).lower() if field.annotation is bool else field.default
+        choices = getattr(field.annotation, "__args__", ())
+        one_of = f" ({' | '.join(map(str, choices))})" if choices else ""
+        text = f"{f'{key}={default}':{_KEY_WIDTH}}  {field.description or ''}{one_of}"
+        indent = " " * (_KEY_WIDTH + 4)
+        lines += textwrap.wrap(
+            text, width, initial_indent="  ", subsequent_indent=indent, break_on_hyphens=False
+        )
+    return lines
+
+
+def _load(args: Sequence[str]) -> "Resolved":
+    from octablox import config
+
+    return config.load(args)
+
+
+def _check_devices(resolved: "Resolved") -> int:
+    """Sets up the devices that the settings ask for, checks against them, and counts them."""
+    import jax
+
+    from octablox import checks
+
+    count = resolved.config.mesh.num_cpu_devices
+    if count:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    count = count or jax.device_count()
+    checks.check_devices(resolved.config, count)
+    return count

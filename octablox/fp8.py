@@ -1,0 +1,534 @@
+"""All of quantization.
+
+A training step multiplies three times with each expert weight (x [M,K] activations, w [E,K,N]
+weights, dout [M,N] gradients; every product is grouped by expert):
+
+    out  = x    @ w        contracts K     forward
+    dlhs = dout @ w^T      contracts N     gradient of the activations
+    drhs = x^T  @ dout     contracts M     gradient of the weights
+
+FP8 has 8 bits a value, so each operand is stored as `value * scale`: `value` in an 8-bit type,
+`scale` in float32, one for each *tile* of the operand. A tile is written (outer, contracted):
+how many elements along the dim that survives the product, and along the dim that it sums over,
+share a scale. `None` means all of them.
+
+    (1, None)     one scale per row of x, per output channel of w     fp8_full, int8
+    (None, None)  one scale per matrix                                fp8_tensorwise
+    (1, 128)      one per 128 neighbours of a row                     fp8_blockwise, activations
+    (128, 128)    one per square block                                fp8_blockwise, weights
+    (1, 32)       the same with 32 and powers of two (e8m0)           mxfp8
+
+A scale that is constant along the contracted dim leaves the sum: it multiplies the finished
+product once. A scale that varies along it must be applied to each partial sum.
+
+**Why the backward needs no second copy of x and w.** In `out`, w's scale runs along N, outside
+the sum. In `dlhs` N is summed over, so the scale moves to the other operand: dout is multiplied
+by w's scale *before* dout is quantized, and w's 8-bit values serve unchanged. The same holds for
+x's row scales in `drhs`. Square blocks serve in both directions as they are. Tiles like (1, 128)
+must be cut anew along the other dim; their scales are powers of two, so that this second cast
+moves exponents and rounds nothing but values that leave the range.
+
+**Which type.** e4m3 has 3 bits of mantissa and reaches 448; e5m2 has 2 and reaches 57344, with
+twice the rounding error and far more range, which gradients need when one scale serves many.
+Casts saturate. A scale is never 0, NaN or Inf; a NaN stays a NaN in the value (in int8, which
+has none, it becomes 0; the health counts show it as saturated).
+
+**Who quantizes.** qwix does activations and gradients. Weights are quantized here, because qwix
+cannot handle an array whose type says `reduced` (an FSDP-gathered weight inside `shard_map`), and
+because a shard's scale must come from the whole weight: `absmax` is taken over every mesh axis
+that shards the scale's dims. So a weight can be quantized *before* it is gathered, and 8 bits
+travel instead of 16.
+
+Sources: Micikevicius et al., "FP8 formats for deep learning" (2022); DeepSeek-V3 technical report
+(2024), section 3.3; OCP Microscaling Formats v1.0 (2023).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import pydantic
+import qwix
+import yaml
+from jax import lax
+from jax import numpy as jnp
+
+# The calibrate and scale steps of `qwix.quantize` apart: between them the absmax is shared
+# across shards, which the public function has no place for.
+from qwix._src.core import qarray as qwix_core
+
+from octablox.errors import UserError
+from octablox.kernels import vary_like
+
+QArray = qwix.QArray
+Tile = tuple[pydantic.PositiveInt | None, pydantic.PositiveInt | None]
+
+# Relative Frobenius error of a cast, measured on values of spread magnitudes.
+CAST_ERROR = {"float8_e4m3fn": 0.0265, "float8_e5m2": 0.0527, "int8": 0.01}
+
+
+class Cast(pydantic.BaseModel):
+    """How one operand becomes 8 bits.
+
+    Attributes:
+      dtype: `float8_e4m3fn`, `float8_e5m2` or `int8`.
+      tile: (outer, contracted) elements that share a scale; None means the whole dim.
+      calibration: `absmax`, `absmax,F` (F times the absmax), `fixed,-A,A`, or `rms,F`.
+      power_of_two: round scales up to powers of two, as e8m0 holds them.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    dtype: str
+    tile: Tile
+    calibration: str = "absmax"
+    power_of_two: bool = False
+
+    @pydantic.field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, dtype: str) -> str:
+        if dtype not in CAST_ERROR:
+            raise ValueError(f"expected one of {', '.join(CAST_ERROR)}, got {dtype!r}")
+        return dtype
+
+    @pydantic.field_validator("calibration")
+    @classmethod
+    def _known_calibration(cls, calibration: str) -> str:
+        parse_calibration(calibration)
+        return calibration
+
+    @property
+    def error(self) -> float:
+        """Relative Frobenius error to expect of this cast."""
+        return CAST_ERROR[self.dtype]
+
+    @property
+    def recut(self) -> bool:
+        """Whether its tiles do not serve when the other dim is contracted, see `Recipe`."""
+        return None not in self.tile and self.tile[0] != self.tile[1]
+
+
+class Recipe(pydantic.BaseModel):
+    """The cast of each operand of the three products; None leaves an operand as it is.
+
+    Attributes:
+      weight, act: w and x in `out`, and again in the gradients.
+      dlhs_grad, drhs_grad: dout in `dlhs` (contracts N) and in `drhs` (contracts M).
+      column_parts: the output columns come as that many equal parts, and no scale serves columns
+        of two of them: 2 when gate and up are merged.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    weight: Cast | None = None
+    act: Cast | None = None
+    dlhs_grad: Cast | None = None
+    drhs_grad: Cast | None = None
+    column_parts: int = pydantic.Field(1, ge=1)
+
+    @pydantic.model_validator(mode="after")
+    def _tiles_meet(self) -> "Recipe":
+        for dim, a, b in (
+            ("K", "act", "weight"),
+            ("N", "dlhs_grad", "weight"),
+            ("M", "drhs_grad", "act"),
+        ):
+            blocks = [cast.tile[1] for cast in (getattr(self, a), getattr(self, b)) if cast]
+            if None not in blocks and len(set(blocks)) > 1:
+                raise ValueError(
+                    f"blocks of {a} and {b} meet along {dim}: expected equal contracted tiles "
+                    f"or null, got {blocks[0]} and {blocks[1]}"
+                )
+        for operand, gradient in (("weight", "dlhs_grad"), ("act", "drhs_grad")):
+            cast = getattr(self, operand)
+            if cast and getattr(self, gradient) and cast.recut and not cast.power_of_two:
+                raise ValueError(
+                    f"{operand}: tile {cast.tile} is cut anew for {gradient}'s product, which "
+                    "rounds twice; expected power_of_two: true, got false"
+                )
+        return self
+
+    def merged(self, parts: int) -> "Recipe":
+        """This recipe for `parts` weights side by side in one GMM."""
+        return self.model_copy(update={"column_parts": parts})
+
+    def budget(self, product: str) -> float:
+        """Relative Frobenius error that `out`, `dlhs` or `drhs` may have against float64."""
+        pair = {
+            "out": (self.act, self.weight),
+            "dlhs": (self.dlhs_grad, self.weight),
+            "drhs": (self.act, self.drhs_grad),
+        }[product]
+        return 1.5 * math.sqrt(sum(cast.error**2 for cast in pair if cast))
+
+
+def _recipe(name, weight, act, dlhs_grad, drhs_grad) -> Recipe:
+    return Recipe(name=name, weight=weight, act=act, dlhs_grad=dlhs_grad, drhs_grad=drhs_grad)
+
+
+def _uniform(name: str, tile: Tile, forward: str, backward: str | None, **kwargs) -> Recipe:
+    e = Cast(dtype=forward, tile=tile, **kwargs)
+    g = Cast(dtype=backward, tile=tile, **kwargs) if backward else None
+    return _recipe(name, e, e, g, g)
+
+
+_E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
+_BLOCK_ROW = Cast(dtype=_E4M3, tile=(1, 128), power_of_two=True)
+_INT8 = Cast(dtype="int8", tile=(1, None))
+
+BF16 = Recipe(name="bf16")
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        BF16,
+        _uniform("fp8_full", (1, None), _E4M3, _E5M2),
+        _uniform("fp8_tensorwise", (None, None), _E4M3, _E5M2),
+        _recipe(
+            "fp8_blockwise",
+            Cast(dtype=_E4M3, tile=(128, 128)),
+            _BLOCK_ROW,
+            _BLOCK_ROW,
+            _BLOCK_ROW,
+        ),
+        _uniform("mxfp8", (1, 32), _E4M3, _E4M3, power_of_two=True),
+        # The rows that drhs sums over differ by orders of magnitude, which one integer scale per
+        # column cannot hold: that product keeps its gradient operand unquantized.
+        _recipe("int8", _INT8, _INT8, _INT8, None),
+    )
+}
+
+
+class QuantizationConfig(pydantic.BaseModel):
+    """The recipe by name (or a YAML file), and the calibration of each kind of operand."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    quantization: str = pydantic.Field(
+        "",
+        description="recipe of the expert GMMs: bf16 (or empty), fp8_full, fp8_tensorwise, "
+        "fp8_blockwise, mxfp8, int8, or the path of a recipe in YAML",
+    )
+    use_qwix_quantization: bool = pydantic.Field(
+        True, description="activations and gradients are quantized by qwix; always true"
+    )
+    use_manual_quantization: bool = pydantic.Field(
+        True, description="weights are quantized by octablox's own quantizer; always true"
+    )
+    weight_quantization_calibration_method: str = pydantic.Field(
+        "", description="absmax | absmax,F | fixed,-A,A | rms,F; empty: the recipe's own"
+    )
+    act_quantization_calibration_method: str = pydantic.Field(
+        "", description="the same for activations"
+    )
+    bwd_quantization_calibration_method: str = pydantic.Field(
+        "", description="the same for gradients"
+    )
+
+
+def recipe_from_config(config: QuantizationConfig) -> Recipe:
+    """The recipe that a config names, with the calibrations it sets.
+
+    Raises:
+      UserError: an unknown recipe, an unreadable or invalid YAML file, an invalid calibration.
+    """
+    name = config.quantization or "bf16"
+    recipe = _read_recipe(Path(name)) if name.endswith((".yml", ".yaml")) else RECIPES.get(name)
+    if recipe is None:
+        raise UserError(
+            f"quantization: expected one of {', '.join(RECIPES)} or a .yml file, got {name!r}"
+        )
+    casts: dict[str, Cast] = {}
+    for kind, fields in (
+        ("weight", ("weight",)),
+        ("act", ("act",)),
+        ("bwd", ("dlhs_grad", "drhs_grad")),
+    ):
+        key = f"{kind}_quantization_calibration_method"
+        if method := getattr(config, key):
+            casts |= _with_calibration(recipe, fields, key, method)
+    return recipe.model_copy(update=casts)
+
+
+def _with_calibration(recipe, fields, key, method) -> dict[str, Cast]:
+    try:
+        parse_calibration(method)
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from None
+    casts = {field: getattr(recipe, field) for field in fields if getattr(recipe, field)}
+    if not casts:
+        raise UserError(
+            f"{key}: the recipe {recipe.name} casts no such operand; leave it empty, got {method!r}"
+        )
+    return {field: cast.model_copy(update={"calibration": method}) for field, cast in casts.items()}
+
+
+def _read_recipe(path: Path) -> Recipe:
+    try:
+        fields = yaml.safe_load(path.read_text())
+        return Recipe(**{"name": path.stem, **fields})
+    except OSError as error:
+        raise UserError(f"quantization: cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, TypeError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"quantization: {path} is no recipe in YAML: {reason}") from None
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"quantization: {path}: {where}: {first['msg']}") from None
+
+
+def parse_calibration(method: str) -> tuple[str, float]:
+    """`method` as its kind (absmax, rms, fixed) and its number: a factor, or A of `fixed,-A,A`."""
+    expected = "expected absmax, absmax,F, fixed,-A,A or rms,F (F, A > 0)"
+    kind, *numbers = method.lower().replace(" ", "").split(",")
+    try:
+        values = [float(number) for number in numbers]
+    except ValueError:
+        raise ValueError(f"{expected}, got {method!r}") from None
+    number = values[-1] if values else 1.0
+    forms = {
+        "absmax": ([], [number]),
+        "rms": ([number],),
+        "fixed": ([number], [-number, number]),
+    }
+    if values not in forms.get(kind, ()) or not 0 < number < math.inf:
+        raise ValueError(f"{expected}, got {method!r}")
+    return kind, number
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight that was quantized before it reached its GMM.
+
+    Attributes:
+      master: stands for the weight in differentiation: its shape, and the dtype of its gradient.
+        Its values are never read.
+      q: the 8-bit values [E, K, N] and their scale.
+    """
+
+    master: jax.Array
+    q: QArray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[E, K, N]."""
+        return self.master.shape
+
+
+def tiles(cast: Cast, shape: tuple[int, ...], contracted: int, parts: int = 1) -> tuple[int, ...]:
+    """Elements of each dim of an operand that share one scale.
+
+    The operand's last two dims are its outer and its contracted dim; a leading dim (experts)
+    never shares. A dim that its tile does not divide must be padded. No tile holds elements of
+    two of the outer dim's `parts`: a block that does not divide a part shrinks until it does.
+    """
+    outer = _outer_dim(len(shape), contracted)
+    part = shape[outer] // parts
+    tile = [1] * len(shape)
+    tile[outer] = min(cast.tile[0] or part, part)
+    if parts > 1:
+        tile[outer] = math.gcd(tile[outer], part)
+    tile[contracted] = min(cast.tile[1] or shape[contracted], shape[contracted])
+    return tuple(tile)
+
+
+def quantize(
+    x: jax.Array,
+    cast: Cast,
+    *,
+    contracted: int,
+    axes: Mapping[int, tuple[str, ...]] | None = None,
+    rows: tuple[jax.Array, jax.Array] | None = None,
+    parts: int = 1,
+) -> QArray:
+    """Quantizes activations or gradients with qwix.
+
+    Args:
+      x: [M, K] or [M, N], any float dtype. Blocks that do not divide a dim pad it with zeros.
+      cast: how.
+      contracted: the dim that the product sums over.
+      axes: per dim, the mesh axes that shard it; a scale that spans such a dim is made to agree.
+      rows: first and one past the last row that count; the others become zero unread.
+      parts: see `Recipe.column_parts`.
+
+    Returns:
+      8-bit values and float32 scales that obey qwix's rule: each scale dim divides its dim.
+    """
+    counted = [(0, size) for size in x.shape]
+    x = x.astype(jnp.float32)
+    if rows is not None:
+        row = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
+        x = jnp.where((row >= rows[0]) & (row < rows[1]), x, 0)
+        counted[0] = rows
+    tile = tiles(cast, x.shape, contracted, parts)
+    x = _pad(x, tile)
+    how = qwix_core.HowToQuantize(
+        qtype=cast.dtype,
+        channelwise_axes=[dim for dim, t in enumerate(tile) if t == 1],
+        tiled_axes={d: t for d, t in enumerate(tile) if 1 < t < x.shape[d]},
+        calibration_method=cast.calibration,
+    )
+    amax = qwix_core.calibrate(x, how)["absmax"]
+    spanned = _spanned_axes(cast, x.ndim, contracted, axes or {})
+    kind, _ = parse_calibration(cast.calibration)
+    if kind == "absmax":
+        amax = _pmax(amax, spanned)
+    elif kind == "rms":
+        total = jnp.square(amax) * math.prod(tile)
+        amax = jnp.sqrt(_mean(total, tile, counted, spanned))
+    scale, _ = qwix_core.compute_scale_zero_point({"absmax": amax}, cast.dtype)
+    return qwix_core.quantize_with_scale_zero_point(x, cast.dtype, _safe_scale(scale, cast), None)
+
+
+def quantize_weight(
+    w: jax.Array,
+    cast: Cast,
+    *,
+    axes: Mapping[int, tuple[str, ...]] | None = None,
+    parts: int = 1,
+) -> QArray:
+    """Quantizes expert weights, whole or a shard of them, of any sharding type.
+
+    Args:
+      w: [E, K, N]; inside `shard_map` it may be varying, replicated or `reduced` (gathered).
+      cast: how; K is its contracted dim.
+      axes: per dim, the mesh axes that shard it. A scale that spans such a dim is the same on all
+        of its shards. Blocks must then divide the shard.
+      parts: see `Recipe.column_parts`.
+
+    Returns:
+      8-bit values and float32 scales, both varying where `w` was reduced.
+
+    Raises:
+      ValueError: a block straddles two shards.
+    """
+    axes = axes or {}
+    for dim, block in ((1, cast.tile[1]), (2, cast.tile[0])):
+        if axes.get(dim) and not shards_hold_whole_blocks(w.shape[dim], block):
+            raise ValueError(
+                f"weight blocks of {block} straddle shards of {w.shape[dim]} (dim {dim}, mesh axes "
+                f"{axes[dim]}); gather the weight first or choose a mesh whose shards they divide"
+            )
+    counted = [(0, size) for size in w.shape]
+    tile = tiles(cast, w.shape, 1, parts)
+    w = _pad(as_varying(w).astype(jnp.float32), tile)
+    e, k, n = (size // t for size, t in zip(w.shape, tile, strict=True))
+    blocks = w.reshape(e, k, tile[1], n, tile[2])
+    spanned = _spanned_axes(cast, 3, 1, axes)
+    kind, number = parse_calibration(cast.calibration)
+    if kind == "fixed":
+        amax = vary_like((w,), jnp.full((1, 1, 1), number, jnp.float32))
+    elif kind == "rms":
+        total = jnp.sum(jnp.square(blocks), (2, 4))
+        amax = jnp.sqrt(_mean(total, tile, counted, spanned)) * number
+    else:
+        amax = _pmax(jnp.max(jnp.abs(blocks), (2, 4)), spanned) * number
+    scale = _safe_scale(amax / _scale_bound(cast.dtype), cast)
+    q = (blocks / scale[:, :, None, :, None]).reshape(w.shape)
+    return QArray(qwix_core.numerics.convert_to(q, cast.dtype), scale, None, cast.dtype)
+
+
+def shards_hold_whole_blocks(shard_size: int, block: int | None) -> bool:
+    """Whether blocks of that size can be cut from a dim's shards one by one."""
+    return block is None or shard_size % block == 0
+
+
+def dequantize(q: QArray) -> jax.Array:
+    """`value * scale` in float32, of the padded shape."""
+    return qwix.dequantize(q)
+
+
+def health(x: jax.Array, q: QArray) -> jax.Array:
+    """How a cast fared: float32 [3] counts of saturated, flushed-to-zero and nonzero elements.
+
+    `x` is what was cast (any shape whose elements line up with `q` when padded with zeros). NaN
+    and Inf count as saturated.
+    """
+    dtype = str(jnp.dtype(q.qtype))
+    x = jnp.pad(x.astype(jnp.float32), [(0, b - a) for a, b in zip(x.shape, q.shape, strict=True)])
+    y = jnp.abs(qwix_core.call_with_generic_broadcast(jnp.divide, x, q.scale))
+    count = lambda condition: jnp.sum(jnp.where(condition, 1.0, 0.0))  # noqa: E731
+    nonzero = y != 0
+    # A hair above the bound: absmax / (absmax / bound) may round up.
+    saturated = ~(y <= _scale_bound(dtype) * 1.001)
+    flushed = nonzero & (y <= _half_smallest(dtype))
+    return jnp.stack([count(saturated), count(flushed), count(nonzero)])
+
+
+def as_varying(x: jax.Array) -> jax.Array:
+    """`x` with `reduced` mesh axes as varying ones: no communication, only the type changes.
+
+    Its transpose makes the cotangent `unreduced`, as JAX demands of a reduced primal.
+    """
+    reduced = tuple(sorted(jax.typeof(x).mat.reduced))
+    return lax.pcast(x, reduced, to="varying") if reduced else x
+
+
+def _pad(x, tile):
+    """`x` with zeros up to whole tiles."""
+    pad = [(0, -size % t) for size, t in zip(x.shape, tile, strict=True)]
+    return jnp.pad(x, pad) if any(after for _, after in pad) else x
+
+
+def _outer_dim(rank, contracted):
+    return (rank - 1) + (rank - 2) - contracted
+
+
+def _spanned_axes(cast, rank, contracted, axes):
+    """Mesh axes over which a scale must agree: those that shard a dim which one scale spans."""
+    tile = {_outer_dim(rank, contracted): cast.tile[0], contracted: cast.tile[1]}
+    spanned = [dim for dim, block in tile.items() if block is None]
+    return {axis for dim in spanned for axis in axes.get(dim, ())}
+
+
+def _mean(total, tile, counted, axes):
+    """`total` of each tile over its elements that count, of all shards on `axes` together.
+
+    `counted` holds, per dim, the first and one past the last element that count.
+    """
+    count = jnp.ones((1,) * total.ndim)
+    for dim, (t, (first, end)) in enumerate(zip(tile, counted, strict=True)):
+        start = lax.broadcasted_iota(jnp.int32, total.shape, dim) * t
+        inside = jnp.minimum(end, start + t) - jnp.maximum(first, start)
+        count = count * jnp.maximum(inside, 0)
+    return _psum(total, axes) / jnp.maximum(_psum(vary_like((total,), count), axes), 1)
+
+
+def _ordered(axes, x):
+    return tuple(sorted(axes & jax.typeof(x).mat.varying))
+
+
+def _pmax(x, axes):
+    axes = _ordered(axes, x)
+    return lax.pmax(x, axes) if axes else x
+
+
+def _psum(x, axes):
+    axes = _ordered(axes, x)
+    return lax.psum(x, axes) if axes else x
+
+
+def _safe_scale(scale, cast):
+    scale = jnp.where(
+        jnp.isfinite(scale) & (scale > jnp.finfo(jnp.float32).tiny ** 0.5), scale, 1.0
+    )
+    if not cast.power_of_two:
+        return scale
+    mantissa, exponent = jnp.frexp(scale)
+    return jnp.ldexp(jnp.float32(1), exponent - (mantissa == 0.5))
+
+
+@functools.cache
+def _scale_bound(dtype: str) -> float:
+    return float(qwix_core.numerics.get_symmetric_bound(dtype))
+
+
+@functools.cache
+def _half_smallest(dtype: str) -> float:
+    """The largest magnitude that rounds to zero."""
+    return 0.5 if dtype == "int8" else float(jnp.finfo(dtype).smallest_subnormal) / 2

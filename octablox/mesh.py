@@ -1,0 +1,180 @@
+"""The device mesh, and the parameters on it.
+
+Axes, from slow to fast links: `data` (whole replicas), `fsdp` (parameters are cut, and gathered
+where they are used), `expert` (experts are cut, and stay). Each axis also cuts the batch.
+
+A weight is declared once, as a `ParamSpec`; its initial values, its shards, its gathering and
+the parameter counts are all derived from that.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import pydantic
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from octablox.errors import UserError
+
+AXES = ("data", "fsdp", "expert")
+# Weights that all tokens use are cut over both; expert weights are cut over `fsdp` alone.
+ALL_SHARDS = ("fsdp", "expert")
+EXPERT_SHARDS = ("fsdp",)
+
+
+class MeshConfig(pydantic.BaseModel):
+    """How many devices each mesh axis has; one of them may be -1, "what is left"."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    shard_mode: Literal["explicit"] = pydantic.Field(
+        "explicit", description="how arrays are sharded; octablox knows only explicit meshes"
+    )
+    num_cpu_devices: int = pydantic.Field(
+        0, ge=0, description="run on that many virtual CPU devices; 0: the platform's own devices"
+    )
+    ici_data_parallelism: int = pydantic.Field(1, description="devices of axis data")
+    ici_fsdp_parallelism: int = pydantic.Field(-1, description="devices of axis fsdp; -1: the rest")
+    ici_expert_parallelism: int = pydantic.Field(1, description="devices of axis expert")
+
+
+def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """An explicit-sharding mesh with the axes `AXES`; `shape` gives each axis its size."""
+    devices = jax.devices() if devices is None else devices
+    sizes = tuple(shape[axis] for axis in AXES)
+    grid = np.array(devices[: math.prod(sizes)]).reshape(sizes)
+    return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def batch_partition(leading: int = 0) -> PartitionSpec:
+    """How a batch lies on the mesh: rows over all axes, after `leading` uncut dims."""
+    return PartitionSpec(*(None,) * leading, AXES)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One weight, declared.
+
+    Attributes:
+      shape: of the whole weight.
+      partition: per dim, the mesh axes that cut it (a name, several, or None).
+      gather_dim: the dim whose shards are gathered before use; None if none is.
+      init: `normal` with standard deviation 1/sqrt(fan_in), `ones` or `zeros`.
+      fan_in: see `init`.
+    """
+
+    shape: tuple[int, ...]
+    partition: tuple[str | tuple[str, ...] | None, ...]
+    gather_dim: int | None = None
+    init: Literal["normal", "ones", "zeros"] = "normal"
+    fan_in: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        """`partition` as JAX's type."""
+        return PartitionSpec(*self.partition)
+
+    def stacked(self, layers: int) -> "ParamSpec":
+        """The weights of `layers` layers as one, layers first; `gather_dim` is still a layer's."""
+        return dataclasses.replace(
+            self, shape=(layers, *self.shape), partition=(None, *self.partition)
+        )
+
+
+def weight(*shape: int, gather_dim: int = 0, fan_in_dim: int = 0) -> ParamSpec:
+    """A weight that all tokens use: cut along `gather_dim`."""
+    partition = tuple(ALL_SHARDS if dim == gather_dim else None for dim in range(len(shape)))
+    return ParamSpec(shape, partition, gather_dim, fan_in=shape[fan_in_dim])
+
+
+def norm_weight(size: int) -> ParamSpec:
+    """A scale of RMSNorm: ones, too small to be cut."""
+    return ParamSpec((size,), (None,), init="ones")
+
+
+def is_spec(node: Any) -> bool:
+    """Whether a node of a tree of specs is a leaf."""
+    return isinstance(node, ParamSpec)
+
+
+def map_specs(fn, specs, *trees):
+    """`jax.tree.map` over a tree of specs."""
+    return jax.tree.map(fn, specs, *trees, is_leaf=is_spec)
+
+
+def count(specs) -> int:
+    """Number of parameters of a tree of specs."""
+    return sum(spec.size for spec in jax.tree.leaves(specs, is_leaf=is_spec))
+
+
+def shardings(specs, mesh: Mesh):
+    """The tree of `NamedSharding` of a tree of specs."""
+    return map_specs(lambda spec: NamedSharding(mesh, spec.partition_spec), specs)
+
+
+def check_divisible(specs, mesh: Mesh) -> None:
+    """Raises UserError with the first parameter that the mesh does not cut evenly."""
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
+        for size, names in zip(spec.shape, spec.partition, strict=True):
+            axes = (names,) if isinstance(names, str) else names or ()
+            shards = math.prod(mesh.shape[axis] for axis in axes)
+            if size % shards:
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                raise UserError(
+                    f"mesh: {name} has a dim of {size}, which {'×'.join(axes)} = {shards} devices "
+                    f"do not divide; choose a mesh or a size that fits"
+                )
+
+
+def init_params(specs, seed: int, mesh: Mesh, dtype: jax.typing.DTypeLike):
+    """Initial values on the mesh; the same for every mesh."""
+    leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
+
+    def init(key):
+        keys = jax.random.split(key, len(leaves))
+        return tree.unflatten(
+            [_init_one(spec, k, dtype) for spec, k in zip(leaves, keys, strict=True)]
+        )
+
+    with jax.set_mesh(mesh):
+        return jax.jit(init, out_shardings=shardings(specs, mesh))(jax.random.key(seed))
+
+
+def _init_one(spec, key, dtype):
+    if spec.init == "normal":
+        sharding = spec.partition_spec
+        values = jax.random.normal(key, spec.shape, jnp.float32, out_sharding=sharding)
+        return (values / math.sqrt(spec.fan_in)).astype(dtype)
+    return jnp.full(spec.shape, 1 if spec.init == "ones" else 0, dtype)
+
+
+def gather(specs, shards, dtype: jax.typing.DTypeLike):
+    """Whole weights in `dtype` from one layer's shards, inside `shard_map`; linear.
+
+    Weights that are not cut (norms, biases) keep their dtype. The transpose sums each weight's gradient over the devices and scatters it to the shards.
+    """
+    return map_specs(lambda spec, shard: _gather_one(spec, shard, dtype), specs, shards)
+
+
+def _gather_one(spec, shard, dtype):
+    if spec.gather_dim is None:  # small, and used in float32
+        return vary(shard)
+    shard = vary(shard.astype(dtype))
+    names = spec.partition[spec.gather_dim - len(spec.shape)]
+    return lax.all_gather(shard, names, axis=spec.gather_dim, tiled=True)
+
+
+def vary(x: jax.Array) -> jax.Array:
+    """`x` typed as varying over every mesh axis; its transpose sums over the axes added."""
+    missing = tuple(axis for axis in AXES if axis not in jax.typeof(x).mat.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x

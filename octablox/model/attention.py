@@ -1,0 +1,140 @@
+"""Multi-head latent attention (MLA) with rotary embeddings, extended by YaRN.
+
+Queries and key-values pass through low-rank bottlenecks; a small part of each key carries the
+position and is shared by all heads. DeepSeek-V2 (2024), section 2.1; YaRN: Peng et al. (2023).
+
+Shapes: B sequences, S tokens, D model width, H heads, `nope`/`rope` the parts of a head's query
+and key without and with a position, V a head's value width.
+"""
+
+import math
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from octablox.mesh import ParamSpec, norm_weight, weight
+from octablox.model.config import ModelConfig
+
+
+def specs(config: ModelConfig) -> dict[str, ParamSpec]:
+    """Parameters of one attention block."""
+    d, heads = config.base_emb_dim, config.base_num_query_heads
+    q_width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    kv_width = heads * (config.qk_nope_head_dim + config.v_head_dim)
+    queries = {"q": weight(d, q_width)}
+    if config.q_lora_rank:
+        queries = {
+            "q_a": weight(d, config.q_lora_rank),
+            "q_norm": norm_weight(config.q_lora_rank),
+            "q_b": weight(config.q_lora_rank, q_width, gather_dim=1),
+        }
+    return {
+        "norm": norm_weight(d),
+        **queries,
+        "kv_a": weight(d, config.kv_lora_rank + config.qk_rope_head_dim),
+        "kv_norm": norm_weight(config.kv_lora_rank),
+        "kv_b": weight(config.kv_lora_rank, kv_width, gather_dim=1),
+        "out": weight(heads * config.v_head_dim, d, gather_dim=1),
+    }
+
+
+def attend(
+    weights: dict[str, jax.Array],
+    rotation: tuple[jax.Array, jax.Array],
+    segment_ids: jax.Array,
+    x: jax.Array,
+    config: ModelConfig,
+) -> jax.Array:
+    """One attention block without its residual connection.
+
+    Args:
+      weights: as `specs`, gathered.
+      rotation: cos and sin, see `rotary_angles`.
+      segment_ids: int32 [B, S]; a token sees earlier tokens of its own segment.
+      x: [B, S, D].
+      config: sizes.
+
+    Returns:
+      [B, S, D] in x's dtype.
+    """
+    eps, heads, nope = config.normalization_layer_epsilon, config.base_num_query_heads, config.qk_nope_head_dim
+    split_heads = lambda a: a.reshape(*a.shape[:-1], heads, -1)  # noqa: E731
+    x = rms_norm(x, weights["norm"], eps)
+    if config.q_lora_rank:
+        q = rms_norm(x @ weights["q_a"], weights["q_norm"], eps) @ weights["q_b"]
+    else:
+        q = x @ weights["q"]
+    q_nope, q_rope = jnp.split(split_heads(q), [nope], axis=-1)
+    latent, k_rope = jnp.split(x @ weights["kv_a"], [config.kv_lora_rank], axis=-1)
+    kv = split_heads(rms_norm(latent, weights["kv_norm"], eps) @ weights["kv_b"])
+    k_nope, v = jnp.split(kv, [nope], axis=-1)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q_nope, k_nope, preferred_element_type=jnp.float32)
+    scores += jnp.einsum(
+        "bqhd,bkd->bhqk",
+        rotate(q_rope, *rotation),
+        rotate(k_rope[:, :, None, :], *rotation)[:, :, 0],
+        preferred_element_type=jnp.float32,
+    )
+    scores = jnp.where(_visible(segment_ids), scores * softmax_scale(config), -1e30)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", probabilities, v)
+    return mixed.reshape(*x.shape[:-1], -1) @ weights["out"]
+
+
+def _visible(segment_ids):
+    """bool [B, 1, S, S]: same segment, not later. A token always sees itself."""
+    same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    s = segment_ids.shape[1]
+    query, key = (lax.broadcasted_iota(jnp.int32, (1, 1, s, s), dim) for dim in (2, 3))
+    return same & (key <= query)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over the last dim, in float32, in x's dtype."""
+    wide = x.astype(jnp.float32)
+    wide *= lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype)
+
+
+def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """cos and sin float32 [B, S, rope/2] of int32 positions [B, S]."""
+    angles = positions[:, :, None].astype(jnp.float32) * jnp.asarray(frequencies(config))
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates pairs of neighbours: x [B, S, H, rope], in x's dtype."""
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape).astype(x.dtype)
+
+
+def frequencies(config: ModelConfig) -> np.ndarray:
+    """Radians a position, float32 [rope/2]; slow ones stretched by YaRN.
+
+    A frequency that turns more than `beta_fast` times within the original context stays as it is,
+    one that turns less than `beta_slow` times is divided by the factor, in between they blend.
+    """
+    dim, base = config.qk_rope_head_dim, config.rope_max_timescale
+    plain = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    if config.rope_factor == 1:
+        return plain.astype(np.float32)
+    original = config.original_max_position_embeddings
+
+    def dim_of_turns(turns):
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(dim_of_turns(config.beta_fast)), 0)
+    high = min(math.ceil(dim_of_turns(config.beta_slow)), dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    return (plain * (1 - ramp) + plain / config.rope_factor * ramp).astype(np.float32)
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """What attention scores are multiplied by: 1/sqrt(head width), sharpened for YaRN."""
+    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    sharpening = 0.1 * config.mscale * math.log(config.rope_factor) + 1
+    return scale * sharpening**2

@@ -1,0 +1,175 @@
+"""DeepSeek-V3 as a language model: parameters, and the loss of a batch on one device's shards.
+
+Multi-token prediction (MTP, DeepSeek-V3 section 2.2): one more layer sees the hidden state of
+token i and the embedding of token i+1, and predicts token i+2 with the shared embedding and head.
+
+Shapes: B sequences, S tokens, D model width, V vocabulary, N micro-batches.
+"""
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+
+from octablox.mesh import AXES, gather, map_specs, norm_weight, weight
+from octablox.model.attention import rms_norm, rotary_angles
+from octablox.model.config import ModelConfig
+from octablox.model.layers import (
+    Settings,
+    dense_layer,
+    dense_layer_specs,
+    moe_layer,
+    moe_layer_specs,
+)
+from octablox.moe.config import MoeConfig
+from octablox.schedule import run_layers
+
+# Tokens whose logits exist at the same time.
+LOSS_CHUNK = 2048
+# Parameters outside the layers.
+TOP = ("embedding", "final_norm", "head")
+
+
+def parameter_specs(model: ModelConfig, moe: MoeConfig) -> dict:
+    """Every parameter of the model; layers of a kind are stacked."""
+    d, dense = model.base_emb_dim, model.first_num_dense_layers
+    sparse = model.base_num_decoder_layers - dense
+    moe_specs = moe_layer_specs(model, moe)
+    specs = {
+        "embedding": weight(model.vocab_size, d, gather_dim=1, fan_in_dim=1),
+        "final_norm": norm_weight(d),
+        "head": weight(d, model.vocab_size),
+    }
+    if dense:
+        specs["dense_layers"] = _stacked(dense_layer_specs(model), dense)
+    if sparse:
+        specs["moe_layers"] = _stacked(moe_specs, sparse)
+    if model.mtp_num_layers:
+        specs["mtp"] = {
+            "embedding_norm": norm_weight(d),
+            "hidden_norm": norm_weight(d),
+            "projection": weight(2 * d, d, gather_dim=1),
+            "layers": _stacked(moe_specs, model.mtp_num_layers),
+            "final_norm": norm_weight(d),
+        }
+    return specs
+
+
+def new_health(model: ModelConfig) -> dict[str, jax.Array]:
+    """Zeros whose gradients count how casts fared, a row for each MoE layer; see `gmm.new_health`."""
+    layers = {"moe_layers": model.base_num_decoder_layers - model.first_num_dense_layers}
+    layers["mtp"] = model.mtp_num_layers
+    return {name: jnp.zeros((count, 3, 3)) for name, count in layers.items() if count}
+
+
+def loss(
+    params: dict, health: dict, batch: dict[str, jax.Array], settings: Settings
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The mean loss of a global batch, computed on this device's part inside `shard_map`.
+
+    Args:
+      params: shards, as `parameter_specs`.
+      health: see `new_health`.
+      batch: `tokens`, `targets`, `segment_ids`, `positions` int32 [B, S], `weights` [B, S], and
+        `total_weight` [], what the sum over all devices is divided by.
+      settings: the model.
+
+    Returns:
+      Scalar to be minimized, and its parts `loss` and `mtp_loss`, nats a token (both divided by the
+      same total), equal on every device.
+    """
+    model, total = settings.model, batch["total_weight"]
+    top = _gather_some(params, parameter_specs(model, settings.moe), settings, TOP)
+    micro_batches = _split(batch, settings.schedule.micro_batches)
+    contexts = [_context(micro, model) for micro in micro_batches]
+    hidden = [_embed(top["embedding"], micro["tokens"]) for micro in micro_batches]
+    hidden = _trunk(params, health, contexts, hidden, settings)
+    main = _head_loss(top["final_norm"], top["head"], hidden, micro_batches, settings)
+    parts = {"loss": lax.psum(main, AXES) / total, "mtp_loss": jnp.zeros(())}
+    if model.mtp_num_layers:
+        hidden = _mtp(params["mtp"], health, contexts, hidden, top, micro_batches, settings)
+        later = [_one_later(micro) for micro in micro_batches]
+        mtp = _head_loss(params["mtp"]["final_norm"], top["head"], hidden, later, settings)
+        parts["mtp_loss"] = lax.psum(mtp, AXES) / total
+    return parts["loss"] + model.mtp_loss_scaling_factor * parts["mtp_loss"], parts
+
+
+def _trunk(params, health, contexts, hidden, settings):
+    """The main model's layers: [B, S, D] per micro-batch -> the same."""
+    carries = [{"x": h} for h in hidden]
+    if "dense_layers" in params:
+        carries = run_layers(dense_layer(settings), params["dense_layers"], contexts, carries)
+    if "moe_layers" in params:
+        shards = params["moe_layers"], health["moe_layers"]
+        carries = run_layers(moe_layer(settings), shards, contexts, carries)
+    return [carry["x"] for carry in carries]
+
+
+def _mtp(params, health, contexts, hidden, top, micro_batches, settings):
+    """The MTP layer: hidden states [B, S, D] per micro-batch -> its own."""
+    specs = parameter_specs(settings.model, settings.moe)["mtp"]
+    weights = _gather_some(params, specs, settings, ("embedding_norm", "hidden_norm", "projection"))
+    eps = settings.model.normalization_layer_epsilon
+    carries = []
+    for h, micro in zip(hidden, micro_batches, strict=True):
+        following = rms_norm(_embed(top["embedding"], micro["targets"]), weights["embedding_norm"], eps)
+        both = jnp.concatenate([following, rms_norm(h, weights["hidden_norm"], eps)], axis=-1)
+        carries.append({"x": both @ weights["projection"]})
+    shards = params["layers"], health["mtp"]
+    return [carry["x"] for carry in run_layers(moe_layer(settings), shards, contexts, carries)]
+
+
+def _head_loss(norm, head, hidden, micro_batches, settings):
+    """Sum over this device's tokens of weight * -log p(target)."""
+    eps = settings.model.normalization_layer_epsilon
+    total = jnp.zeros(())
+    for h, micro in zip(hidden, micro_batches, strict=True):
+        tokens = rms_norm(h, norm, eps).reshape(-1, h.shape[-1])
+        chunks = max(tokens.shape[0] // LOSS_CHUNK, 1)
+        cut = lambda a, n=chunks: a.reshape(n, -1, *a.shape[1:]) if a.shape[0] % n == 0 else a[None]  # noqa: E731
+        targets, weights = micro["targets"].reshape(-1), micro["weights"].reshape(-1)
+        total += jnp.sum(lax.map(
+            jax.checkpoint(lambda chunk: _cross_entropy(head, *chunk)),
+            (cut(tokens), cut(targets), cut(weights)),
+        ))
+    return total
+
+
+def _cross_entropy(head, tokens, targets, weights):
+    logits = jnp.dot(tokens, head, preferred_element_type=jnp.float32)
+    is_target = targets[:, None] == lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1)
+    target_logit = jnp.sum(jnp.where(is_target, logits, 0), axis=1)
+    return jnp.sum((jax.nn.logsumexp(logits, axis=1) - target_logit) * weights)
+
+
+def _one_later(micro):
+    """Targets one token further on, within the same segment."""
+    same = micro["segment_ids"][:, 1:] == micro["segment_ids"][:, :-1]
+    weights = micro["weights"][:, 1:] * micro["weights"][:, :-1] * same
+    return {
+        "targets": jnp.pad(micro["targets"][:, 1:], ((0, 0), (0, 1))),
+        "weights": jnp.pad(weights, ((0, 0), (0, 1))),
+    }
+
+
+def _embed(table, tokens):
+    return jnp.take(table, tokens, axis=0)
+
+
+def _context(micro, model):
+    cos, sin = rotary_angles(micro["positions"], model)
+    return {"cos": cos, "sin": sin, "segment_ids": micro["segment_ids"]}
+
+
+def _split(batch, micro_batches):
+    """This device's rows in `micro_batches` equal parts."""
+    rows = {name: values for name, values in batch.items() if values.ndim == 2}
+    parts = {name: jnp.split(values, micro_batches) for name, values in rows.items()}
+    return [{name: parts[name][m] for name in rows} for m in range(micro_batches)]
+
+
+def _gather_some(params, specs, settings, names):
+    return gather({n: specs[n] for n in names}, {n: params[n] for n in names}, settings.dtype)
+
+
+def _stacked(specs, layers):
+    return map_specs(lambda spec: spec.stacked(layers), specs)

@@ -1,0 +1,28 @@
+"""Settings of the mixture-of-experts layers."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class MoeConfig(BaseModel):
+    """Routed experts; MaxText's names where the concept is MaxText's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    num_experts: int = Field(8, ge=1, description="E, the routed experts of a layer")
+    num_experts_per_tok: int = Field(2, ge=1, description="experts that a token goes to")
+    base_moe_mlp_dim: int = Field(256, ge=1, description="F, the width of an expert's SwiGLU")
+    shared_experts: int = Field(1, ge=0, description="experts that every token goes to")
+    n_routing_groups: int = Field(1, ge=1, description="groups of experts; 1: no groups")
+    topk_routing_group: int = Field(1, ge=1, description="groups that a token may choose from")
+    routed_scaling_factor: float = Field(1.0, gt=0, description="factor on the routed output")
+    routed_bias: bool = Field(True, description="balance the load by a bias on the choice only")
+    routed_bias_update_rate: float = Field(0.001, ge=0, description="the bias's change a step")
+    merge_gating_gmm: bool = Field(True, description="gate and up projections in one GMM")
+    expert_sharding: Literal["expert", "width"] = Field(
+        "expert", description="the dim of expert weights that the expert axis shards: E, or F"
+    )
+    gmm_backend: Literal["auto", "xla", "ragged_dot"] = Field(
+        "auto", description="the GMMs' kernels; auto: the best that supports the call"
+    )

@@ -1,0 +1,188 @@
+"""The experts: SwiGLU in two or three grouped matmuls, and how their weights are gathered.
+
+    h   = silu(x @ gate) * (x @ up)     x [R, D], gate and up [E, D, F]
+    out = h @ down                      down [E, F, D]
+
+With merged gating, gate and up are one GMM with 2F output columns, so that small shards of F keep
+the hardware busy. Both are always *stored* as one weight [E, D, 2, F]: cutting F then gives every
+shard its part of gate and of up.
+
+Over the `expert` axis, experts are cut either by expert (E) or by width (F). With F cut, each
+shard computes all experts on its part of F, and `out` is a partial sum over the axis.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+
+from octablox import fp8
+from octablox.fp8 import QArray, QuantizedWeight, Recipe
+from octablox.gmm import DimAxes, gmm
+from octablox.mesh import AXES, EXPERT_SHARDS, ParamSpec, vary
+from octablox.moe.config import MoeConfig
+
+
+def specs(config: MoeConfig, width: int) -> dict[str, ParamSpec]:
+    """Parameters: `gate_up` [E, D, 2, F] and `down` [E, F, D]."""
+    e, f = config.num_experts, config.base_moe_mlp_dim
+    cut_e, cut_f = ("expert", None) if config.expert_sharding == "expert" else (None, "expert")
+    gate_up = (cut_e, EXPERT_SHARDS, None, cut_f)
+    return {
+        "gate_up": ParamSpec((e, width, 2, f), gate_up, gather_dim=1, fan_in=width),
+        "down": ParamSpec((e, f, width), (cut_e, cut_f, EXPERT_SHARDS), gather_dim=2, fan_in=f),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Expert weights and products under one recipe.
+
+    Attributes:
+      config: sizes, merged gating, and which dim the `expert` axis cuts.
+      recipe: of all products.
+      dtype: of unquantized operands.
+    """
+
+    config: MoeConfig
+    recipe: Recipe
+    dtype: jnp.dtype
+
+    def gather(self, shards: dict[str, jax.Array], health: jax.Array) -> dict[str, QuantizedWeight]:
+        """One layer's weights from its shards: quantized, then gathered over `fsdp`.
+
+        Args:
+          shards: `gate_up` [E', D', 2, F'] and `down` [E', F', D'].
+          health: see `gmm.new_health`; its gradient counts the weights' casts.
+        """
+        width_axes = self._width_axes
+        e, d, _, f = shards["gate_up"].shape
+        gate_up = shards["gate_up"].reshape(e, d, 2 * f)
+        gather = functools.partial(_gather, self.recipe, jnp.dtype(self.dtype))
+        return {
+            "gate_up": gather(gate_up, health, 1, {1: EXPERT_SHARDS, 2: width_axes}, 2),
+            "down": gather(shards["down"], health, 2, {1: width_axes, 2: EXPERT_SHARDS}, 1),
+        }
+
+    def apply(
+        self,
+        weights: dict[str, QuantizedWeight],
+        rows: jax.Array,
+        group_sizes: jax.Array,
+        health: jax.Array,
+    ) -> jax.Array:
+        """Rows [R, D] through their experts, [R, D]; zero for rows of experts held elsewhere."""
+        multiply = functools.partial(
+            gmm,
+            group_sizes=group_sizes,
+            health=health,
+            backend=self.config.gmm_backend,
+        )
+        width = self._width_axes
+        row_axes = tuple(axis for axis in AXES if axis not in width)
+        into, out_of = DimAxes(m=row_axes, n=width), DimAxes(m=row_axes, k=width)
+        if self.config.merge_gating_gmm:
+            both = multiply(rows, weights["gate_up"], recipe=self.recipe.merged(2), axes=into)
+            gate, up = jnp.split(both, 2, axis=1)
+        else:
+            gate, up = (
+                multiply(rows, half, recipe=self.recipe, axes=into)
+                for half in _halves(weights["gate_up"])
+            )
+        hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+        hidden = hidden.astype(rows.dtype)
+        return multiply(hidden, weights["down"], recipe=self.recipe, axes=out_of)
+
+    @property
+    def _width_axes(self):
+        return ("expert",) if self.config.expert_sharding == "width" else ()
+
+
+def _gather(recipe, dtype, shard, health, dim, axes, parts):
+    how = _Gather(recipe, dtype, dim, tuple(axes.items()), parts, jnp.dtype(shard.dtype))
+    return _quantize_and_gather(how, vary(shard), vary(health))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gather:
+    """What is static about gathering one weight: over fsdp along `dim`."""
+
+    recipe: Recipe
+    dtype: jnp.dtype
+    dim: int
+    axes: tuple[tuple[int, tuple[str, ...]], ...]
+    parts: int
+    grad_dtype: jnp.dtype
+
+    def __hash__(self) -> int:
+        return hash((self.recipe.name, self.dtype, self.dim, self.axes, self.parts))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _quantize_and_gather(how, shard, health):
+    return _quantize_and_gather_forward(how, shard, health)[0]
+
+
+def _quantize_and_gather_forward(how, shard, health):
+    """Quantizes first, so that 8 bits travel; blocks that straddle shards are gathered first."""
+    del health
+    all_gather = functools.partial(
+        lax.all_gather, axis_name=EXPERT_SHARDS, axis=how.dim, tiled=True
+    )
+    cast, axes, counts = how.recipe.weight, dict(how.axes), jnp.zeros(3)
+    if cast is None:
+        value = all_gather(shard.astype(how.dtype))
+    elif _blocks_fit(cast, shard.shape[how.dim], how.dim):
+        q = fp8.quantize_weight(shard, cast, axes=axes, parts=how.parts)
+        counts = fp8.health(shard, q)
+        scale = all_gather(vary(q.scale)) if _scale_is_cut(cast, how.dim) else q.scale
+        value = QArray(all_gather(q.qvalue), scale, None, q.qtype)
+    else:
+        whole = all_gather(shard)
+        rest = {dim: names for dim, names in axes.items() if dim != how.dim}
+        value = fp8.quantize_weight(whole, cast, axes=rest, parts=how.parts)
+        counts = fp8.health(whole, value) / lax.axis_size(EXPERT_SHARDS)
+    shape = list(shard.shape)
+    shape[how.dim] *= lax.axis_size(EXPERT_SHARDS)
+    master = vary(jnp.zeros(shape, how.grad_dtype))
+    return jax.tree.map(vary, QuantizedWeight(master, value)), vary(counts)
+
+
+def _quantize_and_gather_backward(how, counts, grad):
+    scattered = lax.psum_scatter(
+        grad.master, EXPERT_SHARDS, scatter_dimension=how.dim, tiled=True
+    )
+    rest = jnp.zeros_like(counts)
+    return scattered, jnp.stack([counts, rest, rest])
+
+
+_quantize_and_gather.defvjp(_quantize_and_gather_forward, _quantize_and_gather_backward)
+
+
+def _block(cast, dim):
+    return cast.tile[1] if dim == 1 else cast.tile[0]
+
+
+def _blocks_fit(cast, shard_size, dim):
+    return fp8.shards_hold_whole_blocks(shard_size, _block(cast, dim))
+
+
+def _scale_is_cut(cast, dim):
+    """Whether shards along `dim` have scales of their own."""
+    return _block(cast, dim) is not None and fp8.parse_calibration(cast.calibration)[0] != "fixed"
+
+
+def _halves(both: QuantizedWeight) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """Gate and up [E, D, F] of the merged weight."""
+    masters = jnp.split(both.master, 2, axis=2)
+    if not isinstance(both.q, QArray):
+        return tuple(map(QuantizedWeight, masters, jnp.split(both.q, 2, axis=2)))
+    values = jnp.split(both.q.qvalue, 2, axis=2)
+    one = both.q.scale.shape[2] == 1
+    scales = (both.q.scale,) * 2 if one else jnp.split(both.q.scale, 2, axis=2)
+    return tuple(
+        QuantizedWeight(master, QArray(value, scale, None, both.q.qtype))
+        for master, value, scale in zip(masters, values, scales, strict=True)
+    )

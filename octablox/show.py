@@ -1,0 +1,346 @@
+"""What a command's settings come to, before anything runs: mesh, parameters, FLOPs, GEMMs.
+
+M rows, K contracted, N output columns, E experts held by one device; D model width, F expert width,
+S tokens of a sequence. FLOPs count a multiply-add as two.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from octablox import checks, fp8, kernels
+from octablox.config import KEYS, Resolved, dump
+from octablox.kernels import Scaled
+from octablox.mesh import is_spec
+from octablox.model import transformer
+from octablox.settings import Config
+
+
+def show(resolved: Resolved, device_count: int, *, as_json: bool = False) -> None:
+    """Prints the report, as tables or as one JSON object."""
+    report = make_report(resolved, device_count)
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        _print(report)
+
+
+def make_report(resolved: Resolved, device_count: int) -> dict[str, Any]:
+    """Everything that `octablox show` says, of JSON's types.
+
+    Keys: config (key -> value, source), mesh (axis -> devices), batch, parameters (part -> number,
+    total, active_per_token), flops (forward_per_token: part -> FLOPs; forward_per_step,
+    per_step), gemms (one row for each GEMM and product).
+    """
+    config = resolved.config
+    axes = checks.resolve_mesh_shape(config, device_count)
+    sources = resolved.sources
+    sequences = checks.global_batch_size(config, device_count)
+    tokens = sequences * config.run.max_target_length
+    per_token = flops_per_token(config)
+    forward = tokens * sum(per_token.values())
+    return {
+        "config": {
+            key: {"value": value, "source": sources[key]} for key, value in dump(config).items()
+        },
+        "mesh": axes,
+        "batch": {
+            "sequences": sequences,
+            "tokens": tokens,
+            "micro_batches": config.schedule.micro_batches,
+            "sequences_per_micro_batch_and_device": _rows(config),
+        },
+        "parameters": parameters(config),
+        "flops": {
+            "forward_per_token": per_token,
+            "forward_per_step": forward,
+            "per_step": 3 * forward,
+        },
+        "gemms": [gemm.describe(config) for gemm in gemms(config, axes)],
+    }
+
+
+def _rows(config: Config) -> int:
+    """Sequences of one micro-batch on one device."""
+    return int(config.run.per_device_batch_size) // config.schedule.micro_batches
+
+
+def parameters(config: Config) -> dict[str, int]:
+    """Parameters by part, `total`, and `active_per_token`: all but the experts not chosen."""
+    specs = transformer.parameter_specs(config.model, config.moe)
+    parts: dict[str, int] = {}
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
+        part = _part(jax.tree_util.keystr(path, simple=True, separator="."))
+        parts[part] = parts.get(part, 0) + spec.size
+    total = sum(parts.values())
+    routed = parts.get("routed experts", 0)
+    idle = routed * (config.moe.num_experts - config.moe.num_experts_per_tok)
+    active = total - idle // config.moe.num_experts
+    return {**parts, "total": total, "active_per_token": active}
+
+
+# A word of a parameter's path -> the part of the model that it belongs to; the first that fits.
+_PARTS = {
+    "experts": "routed experts",
+    "shared": "shared experts",
+    "router": "routers",
+    "attention": "attention",
+    "mlp": "dense MLPs",
+    "projection": "MTP projection",
+    "embedding": "embedding",
+    "head": "output head",
+}
+
+
+def _part(path: str) -> str:
+    """The part of the model that a parameter's path names; all norms are one part."""
+    words = path.split(".")
+    if words[-1].endswith("norm"):
+        return "norms"
+    return next((part for word, part in _PARTS.items() if word in words), "other")
+
+
+def flops_per_token(config: Config) -> dict[str, float]:
+    """FLOPs of one token's forward pass, by part; the backward pass is twice that.
+
+    Attention is causal: in the mean a token attends to (S + 1) / 2 tokens.
+    """
+    model, moe = config.model, config.moe
+    d, heads = model.base_emb_dim, model.base_num_query_heads
+    qk = model.qk_nope_head_dim + model.qk_rope_head_dim
+    query = model.q_lora_rank * (d + heads * qk) if model.q_lora_rank else d * heads * qk
+    keys_values = d * (model.kv_lora_rank + model.qk_rope_head_dim)
+    keys_values += model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
+    projections = query + keys_values + heads * model.v_head_dim * d
+    scores = (config.run.max_target_length + 1) / 2 * heads * (qk + model.v_head_dim)
+    mtp = model.mtp_num_layers
+    dense = model.first_num_dense_layers
+    sparse = model.base_num_decoder_layers - dense + mtp
+    expert = 3 * d * moe.base_moe_mlp_dim
+    multiply_adds = {
+        "attention projections": (dense + sparse) * projections,
+        "attention scores": (dense + sparse) * scores,
+        "dense MLPs": dense * 3 * d * model.base_mlp_dim,
+        "routers": sparse * d * moe.num_experts,
+        "routed experts": sparse * expert * moe.num_experts_per_tok,
+        "shared experts": sparse * expert * moe.shared_experts,
+        "MTP projection": mtp * 2 * d * d,
+        "output head": (1 + mtp) * d * model.vocab_size,
+    }
+    return {part: 2.0 * number for part, number in multiply_adds.items() if number}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """One of the three products of one expert GMM, on one device for one micro-batch.
+
+    Attributes:
+      gemm: "gate_up", "gate", "up" or "down".
+      product: "out", "dlhs" or "drhs"; M, K and N are always those of `out`.
+      groups: experts in all, E or more.
+      busy: rows that this device works on in the mean; the others are other devices' experts'.
+      recipe: the casts of all three products.
+    """
+
+    gemm: str
+    product: str
+    E: int
+    M: int
+    K: int
+    N: int
+    groups: int
+    busy: int
+    recipe: fp8.Recipe
+
+    def describe(self, config: Config) -> dict[str, Any]:
+        """The row of the report."""
+        left, right = self._casts()
+        backend, refusals = self._backend(config)
+        return {
+            "gemm": self.gemm,
+            "product": self.product,
+            **{dim: getattr(self, dim) for dim in "EMKN"},
+            "busy_rows": self.busy,
+            "flops": 2 * self.busy * self.K * self.N,
+            "lhs": _say(left, config),
+            "rhs": _say(right, config),
+            "error_budget": round(self.recipe.budget(self.product), 4),
+            "backend": backend,
+            "refused_by": refusals,
+            "tiles": _tiles(backend, self.M),
+        }
+
+    def _casts(self) -> tuple[fp8.Cast | None, fp8.Cast | None]:
+        recipe = self.recipe
+        return {
+            "out": (recipe.act, recipe.weight),
+            "dlhs": (recipe.dlhs_grad, recipe.weight),
+            "drhs": (recipe.act, recipe.drhs_grad),
+        }[self.product]
+
+    def _backend(self, config: Config) -> tuple[str, list[str]]:
+        """The backend that takes this product, and what those before it refused."""
+        chosen = config.moe.gmm_backend
+        refusals = []
+        for name, backend in kernels.BACKENDS.items():
+            if chosen in ("auto", name):
+                try:
+                    self._trace(backend, config)
+                    return name, refusals
+                except kernels.Unsupported as refusal:
+                    refusals.append(str(refusal))
+        return "none", refusals
+
+    def _trace(self, backend, config: Config) -> None:
+        """Runs the product on shapes alone."""
+        left, right = self._casts()
+        shapes = {
+            "out": ((self.M, self.K), 1, (self.E, self.K, self.N), 1),
+            "dlhs": ((self.M, self.N), 1, (self.E, self.K, self.N), 2),
+            "drhs": ((self.M, self.K), 0, (self.M, self.N), 0),
+        }
+        lhs_shape, lhs_contracted, rhs_shape, rhs_contracted = shapes[self.product]
+        lhs = _operand(left, lhs_shape, lhs_contracted, config)
+        rhs = _operand(right, rhs_shape, rhs_contracted, config)
+        out_dtype = jnp.dtype(config.model.dtype)
+        if self.product == "drhs":
+            settings = {"num_local_groups": self.E, "out_dtype": out_dtype}
+        else:
+            settings = {"transpose_rhs": self.product == "dlhs", "out_dtype": out_dtype}
+        run = backend.tgmm if self.product == "drhs" else backend.gmm
+        sizes = jax.ShapeDtypeStruct((self.groups,), jnp.int32)
+        offset = jax.ShapeDtypeStruct((), jnp.int32)
+        jax.eval_shape(functools.partial(run, **settings), lhs, rhs, sizes, offset)
+
+
+def gemms(config: Config, axes: dict[str, int]) -> list[Gemm]:
+    """The GEMMs of one MoE layer on one device, for one micro-batch."""
+    model, moe, ep = config.model, config.moe, axes["expert"]
+    if model.base_num_decoder_layers == model.first_num_dense_layers:
+        return []
+    by_expert = moe.expert_sharding == "expert"
+    experts = moe.num_experts // ep if by_expert else moe.num_experts
+    width = moe.base_moe_mlp_dim if by_expert else moe.base_moe_mlp_dim // ep
+    # Dispatch gathers the tokens of all devices along the expert axis, a copy for each choice.
+    rows = _rows(config) * config.run.max_target_length * ep * moe.num_experts_per_tok
+    busy = rows // ep if by_expert else rows
+    recipe = fp8.recipe_from_config(config.quantization)
+    names = {"gate_up": 2 * width} if moe.merge_gating_gmm else {"gate": width, "up": width}
+    shapes = {name: (model.base_emb_dim, columns) for name, columns in names.items()}
+    shapes["down"] = (width, model.base_emb_dim)
+    return [
+        Gemm(
+            *(name, product, experts, rows, *shape),
+            groups=moe.num_experts,
+            busy=busy,
+            recipe=recipe.merged(2) if name == "gate_up" else recipe,
+        )
+        for name, shape in shapes.items()
+        for product in ("out", "dlhs", "drhs")
+    ]
+
+
+def _operand(cast: fp8.Cast | None, shape: tuple[int, ...], contracted: int, config: Config):
+    """An operand of that shape, without values."""
+    if cast is None:
+        return Scaled(jax.ShapeDtypeStruct(shape, jnp.dtype(config.model.dtype)))
+    tile = fp8.tiles(cast, shape, contracted)
+    # A scale that spans the contracted dim in tiles is kept as it is; see fp8.tiles.
+    padded = tuple(-(-size // t) * t for size, t in zip(shape, tile, strict=True))
+    scale = tuple(size // t for size, t in zip(padded, tile, strict=True))
+    return Scaled(
+        jax.ShapeDtypeStruct(padded, jnp.dtype(cast.dtype)),
+        jax.ShapeDtypeStruct(scale, jnp.float32),
+    )
+
+
+def _say(cast: fp8.Cast | None, config: Config) -> str:
+    """A cast in words: its dtype, its tile (outer × contracted), its calibration."""
+    if cast is None:
+        return config.model.dtype
+    tile = "×".join("all" if size is None else str(size) for size in cast.tile)
+    power = ", powers of two" if cast.power_of_two else ""
+    return f"{cast.dtype} {tile} {cast.calibration}{power}"
+
+
+def _tiles(backend: str, rows: int) -> str:
+    """The tiles of a product, in words."""
+    sizes = getattr(kernels.BACKENDS.get(backend), "ROW_TILES", None)
+    if sizes is None:
+        return "XLA's own"
+    return f"{min(rows, max(sizes))} rows, all of K and N"
+
+
+def _print(report: dict[str, Any]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a file or a pipe has no width that a table must fit
+    console.print(_config_table(report["config"]))
+    axes = " × ".join(f"{axis} {size}" for axis, size in report["mesh"].items())
+    console.print(f"[bold]mesh[/]  {axes} = {math.prod(report['mesh'].values())} devices")
+    batch = report["batch"]
+    console.print(
+        f"[bold]batch[/]  {batch['sequences']:,} sequences, {batch['tokens']:,} tokens a step; "
+        f"{batch['micro_batches']} x {batch['sequences_per_micro_batch_and_device']} of them "
+        f"(micro-batches x sequences) on each device at a time\n"
+    )
+    console.print(_number_table("parameters", report["parameters"]))
+    console.print(_flops_table(report["flops"]))
+    if report["gemms"]:
+        console.print(_gemm_table(report["gemms"]))
+
+
+def _config_table(config: dict[str, Any]) -> Table:
+    table = Table(title="settings", title_justify="left", box=None)
+    for column in ("key", "value", "source"):
+        table.add_column(column)
+    owner = None
+    for key, entry in config.items():
+        if KEYS.get(key) != owner:
+            owner = KEYS[key]
+            table.add_row(f"[bold]{owner}[/]")
+        value = str(entry["value"]).lower() if isinstance(entry["value"], bool) else entry["value"]
+        style = "dim" if entry["source"] == "default" else ""
+        table.add_row(f"  {key}", str(value), entry["source"], style=style)
+    return table
+
+
+def _number_table(title: str, numbers: dict[str, int]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, number in numbers.items():
+        table.add_row(name.replace("_", " "), f"{number:,}")
+    return table
+
+
+def _flops_table(flops: dict[str, Any]) -> Table:
+    per_token = {part: round(number) for part, number in flops["forward_per_token"].items()}
+    table = _number_table("FLOPs of a token's forward pass", per_token)
+    table.add_row("all of them", f"{sum(per_token.values()):,}")
+    table.add_row("a step's forward pass", f"{flops['forward_per_step']:.3e}")
+    table.add_row("a step, with the backward pass (3×)", f"{flops['per_step']:.3e}")
+    return table
+
+
+def _gemm_table(rows: list[dict[str, Any]]) -> Table:
+    title = "GEMMs of a MoE layer, on one device for one micro-batch"
+    table = Table(title=title, title_justify="left", box=None)
+    columns = {"gemm": "left", "product": "left", **dict.fromkeys("EMKN", "right")}
+    columns |= {"busy_rows": "right", "lhs": "left", "rhs": "left", "backend": "left"}
+    columns |= {"tiles": "left"}
+    for column, side in columns.items():
+        table.add_column(column.replace("_", " "), justify=side)
+    for row in rows:
+        table.add_row(*(str(row[column]) for column in columns))
+    refusals = {refusal for row in rows for refusal in row["refused_by"]}
+    if refusals:
+        table.caption = "refused: " + "; ".join(sorted(refusals))
+    return table

@@ -1,0 +1,235 @@
+"""One optimizer step: gradients on the mesh, AdamW, the router's bias, and what is logged.
+
+Gradients are taken inside one `shard_map` over the whole mesh; optimizer and state are plain
+sharded arrays outside.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import optax
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from octablox import fp8
+from octablox.config import Config
+from octablox.mesh import (
+    AXES,
+    batch_partition,
+    check_divisible,
+    init_params,
+    map_specs,
+    shardings,
+    vary,
+)
+from octablox.model import transformer
+from octablox.model.layers import Settings
+from octablox.moe.router import updated_bias
+from octablox.training_config import OptimizerConfig
+
+BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions", "weights")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a step changes.
+
+    Attributes:
+      step: int32 [], optimizer steps done.
+      params: see `transformer.parameter_specs`.
+      opt_state: optax's.
+    """
+
+    step: jax.Array
+    params: dict
+    opt_state: Any
+
+
+def settings_of(config: Config) -> Settings:
+    """What of a config shapes the model's computation."""
+    recipe = fp8.recipe_from_config(config.quantization)
+    return Settings(config.model, config.moe, recipe, config.schedule)
+
+
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Linear warm-up from 0, then a cosine to the final fraction, then constant."""
+    if config.learning_rate_schedule_steps > 0:
+        steps = config.learning_rate_schedule_steps
+    peak = config.learning_rate
+    warmup = int(steps * config.warmup_steps_fraction)
+    if warmup >= steps:
+        return optax.linear_schedule(0.0, peak, steps)
+    return optax.warmup_cosine_decay_schedule(
+        0.0 if warmup else peak,
+        peak,
+        warmup,
+        steps,
+        end_value=peak * config.cosine_learning_rate_final_fraction,
+    )
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Clipping by global norm, then AdamW; weight decay only on matrices."""
+    clip = config.gradient_clipping_threshold
+    return optax.chain(
+        optax.clip_by_global_norm(clip) if clip else optax.identity(),
+        optax.adamw(
+            learning_rate_schedule(config, steps),
+            b1=config.adam_b1,
+            b2=config.adam_b2,
+            eps=config.adam_eps,
+            weight_decay=config.adam_weight_decay,
+            mask=functools.partial(jax.tree_util.tree_map_with_path, _is_matrix),
+        ),
+    )
+
+
+def _is_matrix(path, leaf):
+    del leaf
+    return not any(word in str(path[-1].key) for word in ("norm", "bias"))
+
+
+class Trainer:
+    """The compiled functions of one config on one mesh.
+
+    Attributes:
+      mesh: explicit axes `data`, `fsdp`, `expert`.
+      specs: of the parameters.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        """Raises UserError if the mesh does not divide a parameter."""
+        self.config, self.mesh = config, mesh
+        self.specs = transformer.parameter_specs(config.model, config.moe)
+        check_divisible(self.specs, mesh)
+        self._settings = settings_of(config)
+        self._optimizer = make_optimizer(config.optimizer, config.run.steps)
+        self._accumulation = config.optimizer.gradient_accumulation_steps
+        self.step = jax.jit(self._step, donate_argnums=0)
+        self.eval_sums = jax.jit(self._eval_sums)
+
+    def init(self) -> TrainState:
+        """A new state; the same for every mesh."""
+        dtype = jnp.dtype(self.config.model.weight_dtype)
+        params = init_params(self.specs, self.config.run.init_weights_seed, self.mesh, dtype)
+        with jax.set_mesh(self.mesh):
+            opt_state = jax.jit(self._optimizer.init)(_trainable(params)[0])
+            return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of `init()`, without computing it."""
+        dtype = jnp.dtype(self.config.model.weight_dtype)
+        params = map_specs(
+            lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding),
+            self.specs,
+            shardings(self.specs, self.mesh),
+        )
+        with jax.set_mesh(self.mesh):
+            opt_state = jax.eval_shape(self._optimizer.init, _trainable(params)[0])
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+        return TrainState(step, params, opt_state)
+
+    def place(self, batch: dict) -> dict[str, jax.Array]:
+        """A host's rows of a global batch, on the mesh: each [B, S]."""
+        sharding = NamedSharding(self.mesh, batch_partition())
+        return {
+            name: jax.make_array_from_process_local_data(sharding, batch[name])
+            for name in BATCH_KEYS
+        }
+
+    def _step(self, state: TrainState, batch: dict) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step: the new state, and scalars to log."""
+        grads, metrics = self._on_mesh(self._grads, (self._param_specs(), PartitionSpec()))(
+            state.params, batch
+        )
+        trainable, biases = _trainable(state.params)
+        grads, loads = _trainable(grads)
+        updates, opt_state = self._optimizer.update(grads, state.opt_state, trainable)
+        rate = self.config.moe.routed_bias_update_rate if self.config.moe.routed_bias else 0.0
+        biases = jax.tree.map(lambda bias, load: updated_bias(bias, load, rate), biases, loads)
+        schedule = learning_rate_schedule(self.config.optimizer, self.config.run.steps)
+        metrics |= {
+            "grad_norm": optax.global_norm(grads),
+            "learning_rate": schedule(state.step),
+            "expert_load_max_over_mean": _imbalance(jax.tree.leaves(loads)),
+        }
+        params = _merge(optax.apply_updates(trainable, updates), biases)
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    def _eval_sums(self, params: dict, batch: dict) -> tuple[jax.Array, jax.Array]:
+        """Sum over the batch's counted tokens of their loss, and their number."""
+
+        def local(params, batch):
+            health = transformer.new_health(self.config.model)
+            ones = {**batch, "total_weight": jnp.ones(())}
+            _, parts = transformer.loss(params, health, ones, self._settings)
+            return parts["loss"], lax.psum(jnp.sum(batch["weights"]), AXES)
+
+        return self._on_mesh(local, PartitionSpec())(params, batch)
+
+    def _grads(self, params, batch):
+        """On one device: gradients as the params are cut, and scalars equal on all devices."""
+        health = transformer.new_health(self.config.model)
+        total = jnp.maximum(lax.psum(jnp.sum(batch["weights"]), AXES), 1.0)
+
+        def grads_of(rows):
+            loss = functools.partial(transformer.loss, settings=self._settings)
+            grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
+            return grad(params, health, {**rows, "total_weight": total})
+
+        if self._accumulation == 1:
+            (grads, counts), parts = grads_of(batch)
+        else:
+            cut = lambda a: a.reshape(self._accumulation, -1, *a.shape[1:])  # noqa: E731
+            add = lambda total, rows: (jax.tree.map(jnp.add, total, grads_of(rows)), None)  # noqa: E731
+            zeros = {"loss": jnp.zeros(()), "mtp_loss": jnp.zeros(())}
+            start = jax.tree.map(jnp.zeros_like, ((params, health), zeros))
+            ((grads, counts), parts), _ = lax.scan(add, start, jax.tree.map(cut, batch))
+        return grads, {**parts, "tokens": total, **_cast_health(counts)}
+
+    def _on_mesh(self, fn, out_specs):
+        in_specs = self._param_specs(), batch_partition()
+        return jax.shard_map(
+            fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
+        )
+
+    def _param_specs(self):
+        return map_specs(lambda spec: spec.partition_spec, self.specs)
+
+
+def _trainable(params):
+    """`params` less the router's biases, and the biases alone; None where a leaf went."""
+    is_bias = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "bias", params)
+    trainable = jax.tree.map(lambda bias, leaf: None if bias else leaf, is_bias, params)
+    biases = jax.tree.map(lambda bias, leaf: leaf if bias else None, is_bias, params)
+    return trainable, biases
+
+
+def _merge(trainable, biases):
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, trainable, biases, is_leaf=lambda node: node is None
+    )
+
+
+def _cast_health(counts):
+    """Fractions of the nonzero elements of all weights, activations and gradients that were cast."""
+    totals = sum(jnp.sum(layers, axis=0) for layers in counts.values())
+    fractions = totals[:, :2] / jnp.maximum(totals[:, 2:], 1.0)
+    return {
+        f"{operand}_{what}": fractions[row, column]
+        for row, operand in enumerate(("weight", "act", "grad"))
+        for column, what in enumerate(("saturated", "flushed"))
+    }
+
+
+def _imbalance(loads):
+    """The busiest expert's load over the mean load, averaged over layers."""
+    if not loads:
+        return jnp.ones(())
+    ratios = [jnp.max(load, axis=-1) / jnp.maximum(jnp.mean(load, axis=-1), 1.0) for load in loads]
+    return jnp.mean(jnp.concatenate(ratios))
