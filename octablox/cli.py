@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from octablox.errors import UserError
 if TYPE_CHECKING:
     from octablox.config import Resolved
 
+STARTED = time.monotonic()  # about when the program was launched
+
 
 def train(args: Sequence[str]) -> int:
     """Trains a model, or resumes the run that `run_name` names."""
@@ -25,7 +28,7 @@ def train(args: Sequence[str]) -> int:
     _check_devices(resolved)
     from octablox.train import loop
 
-    return loop.train(resolved)
+    return loop.train(resolved, started=STARTED)
 
 
 def show(args: Sequence[str]) -> int:

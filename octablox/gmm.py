@@ -39,7 +39,8 @@ def new_health() -> jax.Array:
     """Zeros float32 [3, 3], to be passed to `gmm` and differentiated.
 
     Its gradient counts how the casts fared: rows weights, activations, gradients; columns
-    saturated, flushed to zero, nonzero elements.
+    saturated, flushed to zero, nonzero elements. On a mesh it sums over the devices, replicas
+    too: read the counts as fractions of the nonzero ones.
     """
     return jnp.zeros((3, 3), jnp.float32)
 
@@ -161,6 +162,7 @@ def _forward(how, x, master, q, health, group_sizes, group_offset):
 def _backward(how, residuals, dout):
     """(dlhs, drhs) of x and w; the counts of the casts as the gradient of `health`."""
     act, weight, weight_health, act_health, *groups = residuals
+    groups = [jnp.asarray(a) for a in groups]  # `checkpoint` makes NumPy arrays of constants
     rows = _local_rows(*groups, how.w_shape[0])
     dout = _only(dout.astype(jnp.float32), rows)
     dlhs, dlhs_health = _dlhs(how, dout, weight, groups, rows)

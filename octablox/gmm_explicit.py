@@ -49,7 +49,8 @@ def layout_of(x: jax.Array, w: Any) -> Layout | None:
     k = x_k or w_k
     if len({*e, *k, *n}) < len(e) + len(k) + len(n):
         raise ValueError(f"gmm: one mesh axis shards two of E {e}, K {k}, N {n}; reshard x or w")
-    return Layout(e, DimAxes(k=k, n=n)) if e or k or n else None
+    # Each shard of w's experts counts its own rows alone, so scales over rows must agree.
+    return Layout(e, DimAxes(m=e, k=k, n=n)) if e or k or n else None
 
 
 def sharded(

@@ -90,7 +90,6 @@ INSTEAD: dict[str, str] = {
     "compile_topology": "leave it out: octablox cannot compile for a described topology yet",
     "compile_topology_num_slices": "leave it out: octablox cannot compile for a topology yet",
     "compile_xla_flags": "XLA_FLAGS=... or LIBTPU_INIT_ARGS=... in the environment",
-    "jax_cache_dir": "JAX_COMPILATION_CACHE_DIR=FOLDER in the environment",
     "hardware": "JAX_PLATFORMS=tpu in the environment, or num_cpu_devices=8 for virtual devices",
     "quant_cfg_path": "quantization=FILE.yml, a recipe of your own",
     "profiler": "leave it out: octablox writes no profile yet",

@@ -188,7 +188,7 @@ class Gemm:
     def _backend(self, config: Config) -> tuple[str, list[str]]:
         """The backend that takes this product, and what those before it refused."""
         chosen = config.moe.gmm_backend
-        refusals = []
+        refusals: list[str] = []
         for name, backend in kernels.BACKENDS.items():
             if chosen in ("auto", name):
                 try:
@@ -333,11 +333,10 @@ def _flops_table(flops: dict[str, Any]) -> Table:
 def _gemm_table(rows: list[dict[str, Any]]) -> Table:
     title = "GEMMs of a MoE layer, on one device for one micro-batch"
     table = Table(title=title, title_justify="left", box=None)
-    columns = {"gemm": "left", "product": "left", **dict.fromkeys("EMKN", "right")}
-    columns |= {"busy_rows": "right", "lhs": "left", "rhs": "left", "backend": "left"}
-    columns |= {"tiles": "left"}
-    for column, side in columns.items():
-        table.add_column(column.replace("_", " "), justify=side)
+    columns = ["gemm", "product", *"EMKN", "busy_rows", "lhs", "rhs", "backend", "tiles"]
+    for column in columns:
+        is_number = column in "EMKN" or column == "busy_rows"
+        table.add_column(column.replace("_", " "), justify="right" if is_number else "left")
     for row in rows:
         table.add_row(*(str(row[column]) for column in columns))
     refusals = {refusal for row in rows for refusal in row["refused_by"]}

@@ -60,3 +60,6 @@ class RunConfig(BaseModel):
     checkpoint_period: int = Field(100, ge=1, description="steps between checkpoints")
     max_num_checkpoints_to_keep: int = Field(2, ge=1, description="older ones are deleted")
     enable_tensorboard: bool = Field(True, description="write TensorBoard events too")
+    jax_cache_dir: str = Field(
+        "~/.cache/octablox", description="keeps compiled programs between runs; empty: nowhere"
+    )

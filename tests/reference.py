@@ -53,13 +53,14 @@ def relative_error(got, expected):
 def spread(rng, *shape, dims=(0, -1), orders=2.0):
     """Float32 Gaussians whose magnitudes differ by e^orders from index to index of `dims`.
 
-    A scale that is put to the wrong row, channel or expert shows on such data.
+    A scale that is put to the wrong row, channel or expert shows on such data. `orders` is one
+    for all `dims`, or one for each.
     """
     value = rng.normal(size=shape)
-    for dim in dims:
+    for dim, order in zip(dims, np.broadcast_to(orders, len(dims)), strict=True):
         along = [1] * len(shape)
         along[dim] = shape[dim]
-        value = value * np.exp(orders * rng.normal(size=along))
+        value = value * np.exp(order * rng.normal(size=along))
     return value.astype(np.float32)
 
 

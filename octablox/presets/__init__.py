@@ -1,0 +1,1 @@
+"""Presets: the sizes of models by name, one YAML file each; see `octablox.config.preset`."""

@@ -112,13 +112,26 @@ class Trainer:
         self.step = jax.jit(self._step, donate_argnums=0)
         self.eval_sums = jax.jit(self._eval_sums)
 
+    def compile_step(self, batch_shape: tuple[int, int]) -> None:
+        """Compiles `step` for batches [B, S]; may run in a thread while data is being read."""
+        with jax.set_mesh(self.mesh):
+            batch = self._abstract_batch(batch_shape)
+            self.step = self.step.lower(self.abstract_state(), batch).compile()
+
+    def compile_eval(self, batch_shape: tuple[int, int]) -> None:
+        """Compiles `eval_sums`; see `compile_step`."""
+        with jax.set_mesh(self.mesh):
+            params, batch = self.abstract_state().params, self._abstract_batch(batch_shape)
+            self.eval_sums = self.eval_sums.lower(params, batch).compile()
+
     def init(self) -> TrainState:
         """A new state; the same for every mesh."""
         dtype = jnp.dtype(self.config.model.weight_dtype)
         params = init_params(self.specs, self.config.run.init_weights_seed, self.mesh, dtype)
         with jax.set_mesh(self.mesh):
             opt_state = jax.jit(self._optimizer.init)(_trainable(params)[0])
-            return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
+            step = jax.device_put(jnp.zeros((), jnp.int32), self._replicated)
+            return TrainState(step, params, opt_state)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of `init()`, without computing it."""
@@ -130,9 +143,22 @@ class Trainer:
         )
         with jax.set_mesh(self.mesh):
             opt_state = jax.eval_shape(self._optimizer.init, _trainable(params)[0])
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-        return TrainState(step, params, opt_state)
+        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
+
+        def on_devices(leaf):  # eval_shape knows no devices, and no sharding of scalars
+            spec = leaf.sharding.spec if leaf.sharding else PartitionSpec()
+            return leaf.update(sharding=NamedSharding(self.mesh, spec))
+
+        return TrainState(step, params, jax.tree.map(on_devices, opt_state))
+
+    @property
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def _abstract_batch(self, shape):
+        sharding = NamedSharding(self.mesh, batch_partition())
+        types = dict.fromkeys(BATCH_KEYS, jnp.int32) | {"weights": jnp.float32}
+        return {n: jax.ShapeDtypeStruct(shape, t, sharding=sharding) for n, t in types.items()}
 
     def place(self, batch: dict) -> dict[str, jax.Array]:
         """A host's rows of a global batch, on the mesh: each [B, S]."""

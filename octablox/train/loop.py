@@ -1,0 +1,316 @@
+"""A training run from its first line to its last picture."""
+
+import dataclasses
+import datetime
+import math
+import resource
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from octablox import config as configs
+from octablox import mesh as meshes
+from octablox.checks import global_batch_size, resolve_mesh_shape
+from octablox.config import Config, Resolved
+from octablox.errors import UserError
+from octablox.fp8 import recipe_from_config
+from octablox.train.checkpoint import Checkpoints
+from octablox.train.data import Data, make_data
+from octablox.train.interrupt import Interrupt
+from octablox.train.metrics import MetricsWriter, cannot_write
+from octablox.train.progress import Progress
+from octablox.train.report import plot_loss, summary_table, write_summary
+from octablox.train.step import Trainer, TrainState
+
+# What may differ from the saved config of a run that is resumed, beside where it is.
+RESUMABLE = {
+    "steps",
+    "log_period",
+    "eval_interval",
+    "eval_steps",
+    "checkpoint_period",
+    "max_num_checkpoints_to_keep",
+    "enable_checkpointing",
+    "enable_tensorboard",
+    "jax_cache_dir",
+    "num_cpu_devices",
+    "ici_data_parallelism",
+    "ici_fsdp_parallelism",
+    "ici_expert_parallelism",
+    "base_output_directory",
+}
+
+
+def train(resolved: Resolved, started: float) -> int:
+    """Runs or resumes a run; returns the exit code.
+
+    Args:
+      resolved: the config and where its values come from.
+      started: `time.monotonic()` when the program was launched.
+
+    Raises:
+      UserError: whatever the user can mend; what was saved before is kept.
+    """
+    config = _named(resolved.config)
+    folder = Path(config.run.base_output_directory) / config.run.run_name
+    notes = _prepare_folder(folder, config, resolved.resuming)
+    _use_compilation_cache(config.run.jax_cache_dir)
+    console = Console()
+    for note in notes:
+        console.print(note, highlight=False)
+    mesh = meshes.make_mesh(resolve_mesh_shape(config, jax.device_count()))
+    trainer = Trainer(config, mesh)
+    shape = global_batch_size(config, jax.device_count()), config.run.max_target_length
+    data = _read_data(config, shape)
+    with jax.set_mesh(mesh), ThreadPoolExecutor(1) as compiler:
+        step_compiled = compiler.submit(trainer.compile_step, shape)
+        eval_compiled = compiler.submit(trainer.compile_eval, shape)
+        run = _Run(config, folder, trainer, data, started, console)
+        return run.run(step_compiled, eval_compiled)
+
+
+@dataclasses.dataclass
+class _Clock:
+    """Times of one run, in seconds of `time.monotonic`."""
+
+    started: float
+    first_step: float | None = None
+    window: float = 0.0  # since when steps are counted for the next log line
+    steps: int = 0
+    training: float = 0.0  # spent in steps after the first one
+    trained_steps: int = 0
+
+
+class _Run:
+    """The state of a run while it trains."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        trainer: Trainer,
+        data: Data,
+        started: float,
+        console: Console,
+    ):
+        self._config, self._run, self._folder = config, config.run, folder
+        self._trainer, self._data, self._console = trainer, data, console
+        self._clock = _Clock(started)
+        self._is_fp8 = recipe_from_config(config.quantization).weight is not None
+        self._eval_loss: float | None = None
+        self._last: dict[str, Any] = {}
+        self._losses: list[float] = []
+
+    def run(self, step_compiled: Future, eval_compiled: Future) -> int:
+        """Trains to the last step, or until it is asked to stop."""
+        note = lambda text: self._console.print(text, highlight=False)  # noqa: E731
+        checkpoints = Checkpoints(
+            self._folder / "checkpoints",
+            period=self._run.checkpoint_period,
+            keep=self._run.max_num_checkpoints_to_keep,
+            note=note,
+        )
+        with checkpoints, Interrupt(note) as interrupt:
+            state, first = self._start(checkpoints)
+            if first >= self._run.steps:
+                note(
+                    f"{self._folder} has {first} steps already; to go on, give a larger steps="
+                )
+                return 0
+            progress = Progress(
+                self._run.steps, first, self._data.bigram_nats, console=self._console
+            )
+            writer = MetricsWriter(self._folder, self._run.enable_tensorboard, resume_step=first)
+            with writer, progress:
+                progress.note("compiling the train step")
+                step_compiled.result()
+                self._wait_for_eval = eval_compiled.result
+                stop = self._train(state, first, checkpoints, writer, progress, interrupt)
+        self._finish(stop)
+        if stop != "finished":
+            note(f"saved step {self._last['step']}; to resume: octablox train {self._resume_args()}")
+            return 130
+        return 0
+
+    def _start(self, checkpoints) -> tuple[TrainState, int]:
+        """A new state, or the one of the newest checkpoint with the data where it was."""
+        if checkpoints.latest_step() is None:
+            return self._trainer.init(), 0
+        step, state, data_state = checkpoints.restore(self._trainer.abstract_state())
+        self._data.train.set_state(data_state)
+        self._console.print(f"resuming {self._folder} from step {step}", highlight=False)
+        return state, step
+
+    def _train(self, state, first, checkpoints, writer, progress, interrupt) -> str:
+        """The loop over steps; returns why it ended: "finished" or a signal's name."""
+        save_to = checkpoints if self._run.enable_checkpointing else None
+        batch = self._trainer.place(next(self._data.train))
+        self._clock.window = time.monotonic()
+        for step in range(first + 1, self._run.steps + 1):
+            state, metrics = self._trainer.step(state, batch)
+            # The data's state as a resumed run needs it: before the next batch is drawn.
+            data_state = self._data.train.get_state()
+            batch = self._trainer.place(next(self._data.train))
+            self._take(step, jax.device_get(metrics), save_to)
+            stopping = interrupt.requested is not None
+            last = step == self._run.steps
+            if step % self._run.log_period == 0 or last or stopping or step == first + 1:
+                self._log(step, writer, progress)
+            if last or (self._run.eval_interval > 0 and step % self._run.eval_interval == 0):
+                self._evaluate(step, state, writer, progress)
+            if save_to and (checkpoints.due(step) or last or stopping):
+                checkpoints.save(step, state, data_state, blocking=last or stopping)
+            if stopping and not last:
+                return interrupt.requested
+        return "finished"
+
+    def _take(self, step, metrics, checkpoints) -> None:
+        """Keeps a step's numbers; a loss that is no number ends the run."""
+        now = time.monotonic()
+        clock = self._clock
+        clock.steps += 1
+        if clock.first_step is None:
+            clock.first_step = now - clock.started
+        self._last = {"step": step, **{name: float(value) for name, value in metrics.items()}}
+        self._losses.append(self._last["loss"])
+        if not all(math.isfinite(self._last[name]) for name in ("loss", "grad_norm")):
+            saved = checkpoints.latest_step() if checkpoints else None
+            kept = f"step {saved} is saved" if saved else "no step was saved yet"
+            raise UserError(
+                f"loss and gradient norm must be finite, got {self._last['loss']} and "
+                f"{self._last['grad_norm']} at step {step} ({kept}); try a lower learning_rate, "
+                f"more warmup_steps_fraction, or quantization=bf16"
+            )
+
+    def _log(self, step, writer, progress) -> None:
+        """Writes and shows the steps since the last time."""
+        now, clock = time.monotonic(), self._clock
+        seconds = (now - clock.window) / clock.steps
+        row = {**self._last, "kind": "train", "loss": float(np.mean(self._losses))}
+        row |= {"step_seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
+        if not self._is_fp8:
+            row = {k: v for k, v in row.items() if not k.endswith(("_saturated", "_flushed"))}
+        if clock.trained_steps or clock.steps > 1 or self._last["step"] > 1:
+            clock.training += now - clock.window
+            clock.trained_steps += clock.steps
+        writer.write(row)
+        progress.update(row)
+        self._last["mean_loss"] = row["loss"]
+        clock.steps, self._losses = 0, []
+        clock.window = time.monotonic()
+
+    def _evaluate(self, step, state, writer, progress) -> None:
+        """Mean loss of the held-out split, over its counted tokens."""
+        began = time.monotonic()
+        progress.note("evaluating")
+        self._wait_for_eval()
+        sums = [
+            jax.device_get(self._trainer.eval_sums(state.params, self._trainer.place(batch)))
+            for batch in self._data.eval_batches()
+        ]
+        loss, tokens = np.sum(np.array(sums, np.float64), axis=0)
+        self._eval_loss = float(loss / tokens)
+        writer.write({"step": step, "kind": "eval", "eval_loss": self._eval_loss})
+        progress.eval(self._eval_loss, step)
+        self._clock.window += time.monotonic() - began
+
+    def _finish(self, stop: str) -> None:
+        """The summary, the picture and the table."""
+        summary = self._summary(stop)
+        write_summary(self._folder, summary)
+        title = f"{summary['run_name']}: {summary['recipe']}, {summary['schedule']}"
+        picture = plot_loss(self._folder, title, self._data.bigram_nats)
+        self._console.print(summary_table(summary))
+        self._console.print(f"{picture}", highlight=False)
+
+    def _summary(self, stop: str) -> dict[str, Any]:
+        config, clock = self._config, self._clock
+        seconds = clock.training / clock.trained_steps if clock.trained_steps else None
+        return {
+            "run_name": self._run.run_name,
+            "stopped": stop,
+            "recipe": recipe_from_config(config.quantization).name,
+            "schedule": "batch_split" if config.schedule.use_batch_split_schedule else "sequential",
+            "steps": self._last["step"],
+            "train_loss": self._last.get("mean_loss", self._last["loss"]),
+            "eval_loss": self._eval_loss,
+            "bigram_nats": self._data.bigram_nats,
+            "tokens_per_second": self._last["tokens"] / seconds if seconds else None,
+            "step_seconds": seconds,
+            "seconds_to_first_step": clock.first_step,
+            "total_seconds": time.monotonic() - clock.started,
+            "peak_memory_bytes": _peak_memory(),
+            "parameters": meshes.count(self._trainer.specs),
+            "devices": jax.device_count(),
+        }
+
+    def _resume_args(self) -> str:
+        args = [f"run_name={self._run.run_name}"]
+        base = self._run.base_output_directory
+        if base != type(self._run).model_fields["base_output_directory"].default:
+            args.append(f"base_output_directory={base}")
+        return " ".join(args)
+
+
+def _named(config: Config) -> Config:
+    """The config with a run_name: one made from the model and the time if none is given."""
+    if config.run.run_name:
+        return config
+    name = f"{config.model_name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    return config.model_copy(update={"run": config.run.model_copy(update={"run_name": name})})
+
+
+def _prepare_folder(folder: Path, config: Config, resuming: bool) -> list[str]:
+    """Makes the run folder and writes config.yml; returns what the user should know of it."""
+    notes = [f"run folder: {folder}"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if resuming:
+            changed = configs.difference(configs.read(folder / "config.yml"), config)
+            changed.pop("base_output_directory", None)
+            _require_resumable(folder, changed)
+            notes += [f"resuming with {key}={b} (was {a})" for key, (a, b) in changed.items()]
+        configs.write(config, folder / "config.yml")
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    return notes
+
+
+def _require_resumable(folder: Path, changed: dict) -> None:
+    refused = {key: values for key, values in changed.items() if key not in RESUMABLE}
+    if refused:
+        listed = ", ".join(f"{key}: {a} there, {b} here" for key, (a, b) in refused.items())
+        raise UserError(
+            f"{folder} was trained with other settings ({listed}); leave them out to resume it, or "
+            f"choose another run_name"
+        )
+
+
+def _use_compilation_cache(folder: str) -> None:
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+def _read_data(config: Config, shape: tuple[int, int]) -> Data:
+    return make_data(
+        config.data,
+        batch_size=shape[0],
+        sequence_length=shape[1],
+        vocab_size=config.model.vocab_size,
+        eval_steps=config.run.eval_steps,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+
+
+def _peak_memory() -> int:
+    """Bytes: of the busiest device where it says so, else of this process."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat]
+    return max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
