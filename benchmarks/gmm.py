@@ -32,7 +32,7 @@ from octablox.gmm import gmm
 SHAPES = {
     "E8": (8, 2048, 512, 512),
     "E16": (16, 2048, 512, 512),
-    "E64": (64, 4096, 256, 512),
+    "E64": (64, 4096, 256, 256),
 }
 SPLITS = ("even", "skewed", "half empty")
 RECIPE_NAMES = ("bf16", "fp8_full")
@@ -223,7 +223,7 @@ def main(argv=None):
     )
     parser.add_argument("--json", metavar="FILE", help="write the rows as a list of objects")
     parser.add_argument("--shape", choices=SHAPES, action="append", help="only this shape")
-    parser.add_argument("--seconds", type=float, default=4, help="to spend on a row (default: 4)")
+    parser.add_argument("--seconds", type=float, default=3, help="to spend on a row (default: 3)")
     args = parser.parse_args(argv)
     console, rows, start = Console(width=160), [], time.perf_counter()
     for name in args.shape or SHAPES:

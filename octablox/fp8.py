@@ -60,11 +60,11 @@ from jax import numpy as jnp
 # The calibrate and scale steps of `qwix.quantize` apart: between them the absmax is shared
 # across shards, which the public function has no place for.
 from qwix._src.core import qarray as qwix_core
+from qwix._src.core.qarray import QArray
 
 from octablox.errors import UserError
 from octablox.kernels import vary_like
 
-QArray = qwix.QArray
 Tile = tuple[pydantic.PositiveInt | None, pydantic.PositiveInt | None]
 
 # Relative Frobenius error of a cast, measured on values of spread magnitudes.
@@ -362,7 +362,7 @@ def quantize(
     Returns:
       8-bit values and float32 scales that obey qwix's rule: each scale dim divides its dim.
     """
-    counted = [(0, size) for size in x.shape]
+    counted: list[tuple[Any, Any]] = [(0, size) for size in x.shape]
     x = x.astype(jnp.float32)
     if rows is not None:
         row = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)

@@ -145,7 +145,7 @@ def init_params(specs, seed: int, mesh: Mesh, dtype: jax.typing.DTypeLike):
 
     out_specs = tuple(spec.partition_spec for spec in leaves)
     init = jax.shard_map(init, mesh=mesh, in_specs=(), out_specs=out_specs, check_vma=True)
-    return tree.unflatten(jax.jit(init)())
+    return jax.tree.unflatten(tree, jax.jit(init)())
 
 
 def _init_shard(spec, seed, number, dtype):
@@ -156,7 +156,7 @@ def _init_shard(spec, seed, number, dtype):
     """
     cuts = [(names,) if isinstance(names, str) else names or () for names in spec.partition]
     shape = [size // lax.axis_size(names) for size, names in zip(spec.shape, cuts, strict=True)]
-    state = jnp.full(shape, _hash(jnp.uint32(seed * 65537 + number)))
+    state = jnp.full(shape, _hash(jnp.uint32((seed * 65537 + number) % 2**32)))
     for dim, (size, names) in enumerate(zip(shape, cuts, strict=True)):
         place = lax.broadcasted_iota(jnp.uint32, shape, dim)
         first = lax.axis_index(names) * size if names else 0
@@ -179,7 +179,8 @@ def _hash(x):
 def gather(specs, shards, dtype: jax.typing.DTypeLike):
     """Whole weights in `dtype` from one layer's shards, inside `shard_map`; linear.
 
-    Weights that are not cut (norms, biases) keep their dtype. The transpose sums each weight's gradient over the devices and scatters it to the shards.
+    Weights that are not cut (norms, biases) keep their dtype. The transpose sums each weight's
+    gradient over the devices and scatters it to the shards.
     """
     return map_specs(lambda spec, shard: _gather_one(spec, shard, dtype), specs, shards)
 

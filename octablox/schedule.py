@@ -209,8 +209,10 @@ def _backward(layer, weights, contexts, kept, grads):
         chains.leave(stage.chain, grads[m])
         for name, grad in stage_grads.items():
             weight_grads[name] = _add(weight_grads[name], grad) if name in weight_grads else grad
-    unused = {n: jax.tree.map(jnp.zeros_like, w) for n, w in weights.items() if n not in weight_grads}
-    return grads, _differentiable({**unused, **weight_grads})[0]
+    read_by_none = [name for name in weights if name not in weight_grads]
+    for name in read_by_none:
+        weight_grads[name] = jax.tree.map(jnp.zeros_like, weights[name])
+    return grads, _differentiable(weight_grads)[0]
 
 
 def _read(stage, weights):

@@ -19,7 +19,8 @@ from octablox.gmm import DimAxes, gmm
 HALVES, M, K, N, E = 2, 256, 256, 256, 4
 SIZES = np.array([[60, 0, 30, 25], [1, 127, 0, 0]])  # the first half ends with rows of no group
 PRODUCTS = "out", "dlhs", "drhs"
-each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+# int8 has the tiles of fp8_full.
+TILINGS = [recipe for name, recipe in RECIPES.items() if name != "int8"]
 
 
 def explicit_mesh(**axes):
@@ -66,13 +67,13 @@ def on_mesh(mesh, f, specs, arrays):
         return jax.device_get(jax.jit(functools.partial(vjp, f))(*placed))
 
 
-def close(got, expected, bound=1e-6):
+def close(got, expected, bound=5e-6):
     for product in PRODUCTS:
         error = reference.relative_error(got[product], np.asarray(expected[product], np.float64))
         assert error <= bound, f"{product}: {error:.2e} > {bound:.2e}"
 
 
-@each_recipe
+@pytest.mark.parametrize("recipe", TILINGS, ids=lambda recipe: recipe.name)
 def test_every_dim_sharded(recipe):
     """M, K and N at once: scales that span them agree, parts of the sum over K add up."""
     axes = DimAxes(m=("m",), k=("k",), n=("n",))

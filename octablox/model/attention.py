@@ -59,7 +59,8 @@ def attend(
     Returns:
       [B, S, D] in x's dtype.
     """
-    eps, heads, nope = config.normalization_layer_epsilon, config.base_num_query_heads, config.qk_nope_head_dim
+    eps, nope = config.normalization_layer_epsilon, config.qk_nope_head_dim
+    heads = config.base_num_query_heads
     split_heads = lambda a: a.reshape(*a.shape[:-1], heads, -1)  # noqa: E731
     x = rms_norm(x, weights["norm"], eps)
     if config.q_lora_rank:
@@ -109,7 +110,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
     a, b = pairs[..., 0], pairs[..., 1]
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape).astype(x.dtype)
+    rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return rotated.reshape(x.shape).astype(x.dtype)
 
 
 def frequencies(config: ModelConfig) -> np.ndarray:

@@ -100,7 +100,8 @@ def moe_layer(settings: Settings) -> Layer:
     def route(weights, context, carry):
         h = rms_norm(carry["x"], weights["router"]["norm"], eps).reshape(-1, model.base_emb_dim)
         real = context["segment_ids"].reshape(-1) > 0
-        chosen, mix = router.route(h, weights["router"]["gate"], weights["router"]["bias"], moe, real)
+        gate, bias = weights["router"]["gate"], weights["router"]["bias"]
+        chosen, mix = router.route(h, gate, bias, moe, real)
         return {"x": carry["x"], "h": h, "chosen": chosen, "mix": mix}
 
     def send(weights, context, carry):
@@ -143,9 +144,8 @@ def moe_layer(settings: Settings) -> Layer:
 
     def open_weights(shards):
         weights, health = shards
-        shared_by_all = {name: spec for name, spec in specs.items() if name not in ("experts", "router")}
         return {
-            **gather(shared_by_all, {name: weights[name] for name in shared_by_all}, settings.dtype),
+            **{n: gather(specs[n], weights[n], settings.dtype) for n in ("attention", *shared)},
             "router": gather(specs["router"], weights["router"], jnp.float32),
             "experts": kernel.gather(weights["experts"], health),
             "health": vary(health),

@@ -6,6 +6,8 @@ token i and the embedding of token i+1, and predicts token i+2 with the shared e
 Shapes: B sequences, S tokens, D model width, V vocabulary, N micro-batches.
 """
 
+from typing import Any
+
 import jax
 from jax import lax
 from jax import numpy as jnp
@@ -34,7 +36,7 @@ def parameter_specs(model: ModelConfig, moe: MoeConfig) -> dict:
     d, dense = model.base_emb_dim, model.first_num_dense_layers
     sparse = model.base_num_decoder_layers - dense
     moe_specs = moe_layer_specs(model, moe)
-    specs = {
+    specs: dict[str, Any] = {
         "embedding": weight(model.vocab_size, d, gather_dim=1, fan_in_dim=1),
         "final_norm": norm_weight(d),
         "head": weight(d, model.vocab_size),
@@ -55,7 +57,7 @@ def parameter_specs(model: ModelConfig, moe: MoeConfig) -> dict:
 
 
 def new_health(model: ModelConfig) -> dict[str, jax.Array]:
-    """Zeros whose gradients count how casts fared, a row for each MoE layer; see `gmm.new_health`."""
+    """Zeros whose gradients count how casts fared, one `gmm.new_health` for each MoE layer."""
     layers = {"moe_layers": model.base_num_decoder_layers - model.first_num_dense_layers}
     layers["mtp"] = model.mtp_num_layers
     return {name: jnp.zeros((count, 3, 3)) for name, count in layers.items() if count}
@@ -111,7 +113,8 @@ def _mtp(params, health, contexts, hidden, top, micro_batches, settings):
     eps = settings.model.normalization_layer_epsilon
     carries = []
     for h, micro in zip(hidden, micro_batches, strict=True):
-        following = rms_norm(_embed(top["embedding"], micro["targets"]), weights["embedding_norm"], eps)
+        following = _embed(top["embedding"], micro["targets"])
+        following = rms_norm(following, weights["embedding_norm"], eps)
         both = jnp.concatenate([following, rms_norm(h, weights["hidden_norm"], eps)], axis=-1)
         carries.append({"x": both @ weights["projection"]})
     shards = params["layers"], health["mtp"]
@@ -127,10 +130,8 @@ def _head_loss(norm, head, hidden, micro_batches, settings):
         chunks = max(tokens.shape[0] // LOSS_CHUNK, 1)
         cut = lambda a, n=chunks: a.reshape(n, -1, *a.shape[1:]) if a.shape[0] % n == 0 else a[None]  # noqa: E731
         targets, weights = micro["targets"].reshape(-1), micro["weights"].reshape(-1)
-        total += jnp.sum(lax.map(
-            jax.checkpoint(lambda chunk: _cross_entropy(head, *chunk)),
-            (cut(tokens), cut(targets), cut(weights)),
-        ))
+        one_chunk = jax.checkpoint(lambda chunk: _cross_entropy(head, *chunk))
+        total += jnp.sum(lax.map(one_chunk, (cut(tokens), cut(targets), cut(weights))))
     return total
 
 

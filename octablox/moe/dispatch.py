@@ -8,6 +8,7 @@ Shapes: T tokens, D model width, E experts, k copies a token, R = T*k rows.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax import lax
@@ -23,11 +24,13 @@ class CopyOrder:
       copy_of_row: int32 [R]; copy c belongs to token c // k.
       row_of_copy: int32 [T, k], its inverse.
       group_sizes: int32 [E], rows of each expert, this shard's experts first.
+
+    As any pytree it may hold other leaves in place of its arrays, such as partition specs.
     """
 
-    copy_of_row: jax.Array
-    row_of_copy: jax.Array
-    group_sizes: jax.Array
+    copy_of_row: Any
+    row_of_copy: Any
+    group_sizes: Any
 
 
 def sort_copies(chosen: jax.Array, num_experts: int, first_local: jax.Array | int) -> CopyOrder:
@@ -86,9 +89,7 @@ def _combine_forward(rows, weights, order):
 def _combine_backward(residuals, grad):
     rows, weights, order = residuals
     copies = jnp.take(rows, order.row_of_copy, axis=0)
-    weight_grad = jnp.einsum(
-        "tkd,td->tk", copies, grad, preferred_element_type=jnp.float32
-    )
+    weight_grad = jnp.einsum("tkd,td->tk", copies, grad, preferred_element_type=jnp.float32)
     weight_of_row = jnp.take(weights.reshape(-1), order.copy_of_row)[:, None]
     row_grad = jnp.take(grad, _token_of_row(order), axis=0).astype(jnp.float32) * weight_of_row
     return row_grad.astype(rows.dtype), weight_grad, None

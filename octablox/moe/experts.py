@@ -151,9 +151,7 @@ def _quantize_and_gather_forward(how, shard, health):
 
 
 def _quantize_and_gather_backward(how, counts, grad):
-    scattered = lax.psum_scatter(
-        grad.master, EXPERT_SHARDS, scatter_dimension=how.dim, tiled=True
-    )
+    scattered = lax.psum_scatter(grad.master, EXPERT_SHARDS, scatter_dimension=how.dim, tiled=True)
     rest = jnp.zeros_like(counts)
     return scattered, jnp.stack([counts, rest, rest])
 
@@ -176,13 +174,10 @@ def _scale_is_cut(cast, dim):
 
 def _halves(both: QuantizedWeight) -> tuple[QuantizedWeight, QuantizedWeight]:
     """Gate and up [E, D, F] of the merged weight."""
-    masters = jnp.split(both.master, 2, axis=2)
-    if not isinstance(both.q, QArray):
-        return tuple(map(QuantizedWeight, masters, jnp.split(both.q, 2, axis=2)))
-    values = jnp.split(both.q.qvalue, 2, axis=2)
-    one = both.q.scale.shape[2] == 1
-    scales = (both.q.scale,) * 2 if one else jnp.split(both.q.scale, 2, axis=2)
-    return tuple(
-        QuantizedWeight(master, QArray(value, scale, None, both.q.qtype))
-        for master, value, scale in zip(masters, values, scales, strict=True)
-    )
+
+    def half(n):
+        # A scale of one column serves both.
+        part = lambda a: a if a.shape[2] == 1 else jnp.split(a, 2, axis=2)[n]  # noqa: E731
+        return jax.tree.map(part, both)
+
+    return half(0), half(1)

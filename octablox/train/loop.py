@@ -2,9 +2,13 @@
 
 import dataclasses
 import datetime
+import functools
 import math
+import os
 import resource
+import shlex
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,17 +65,25 @@ def train(resolved: Resolved, started: float) -> int:
     notes = _prepare_folder(folder, config, resolved.resuming)
     _use_compilation_cache(config.run.jax_cache_dir)
     console = Console()
-    for note in notes:
-        console.print(note, highlight=False)
-    mesh = meshes.make_mesh(resolve_mesh_shape(config, jax.device_count()))
-    trainer = Trainer(config, mesh)
-    shape = global_batch_size(config, jax.device_count()), config.run.max_target_length
-    data = _read_data(config, shape)
-    with jax.set_mesh(mesh), ThreadPoolExecutor(1) as compiler:
-        step_compiled = compiler.submit(trainer.compile_step, shape)
-        eval_compiled = compiler.submit(trainer.compile_eval, shape)
-        run = _Run(config, folder, trainer, data, started, console)
-        return run.run(step_compiled, eval_compiled)
+    note = functools.partial(_note, console)
+    for text in notes:
+        note(text)
+    with _checkpoints(folder, config, note) as checkpoints:
+        done = checkpoints.latest_step() or 0
+        if done >= config.run.steps:
+            note(f"{folder} has {done} steps already; to go on, give a larger steps=")
+            return 0
+        mesh = meshes.make_mesh(resolve_mesh_shape(config, jax.device_count()))
+        trainer = Trainer(config, mesh)
+        shape = global_batch_size(config, jax.device_count()), config.run.max_target_length
+        data = _read_data(config, shape)
+        with jax.set_mesh(mesh), ThreadPoolExecutor(1) as compiler:
+            run = _Run(config, folder, trainer, data, checkpoints, started, console)
+            if done:
+                run.restore()  # before anything compiles: it may be of another model
+            step_compiled = compiler.submit(trainer.compile_step, shape)
+            eval_compiled = compiler.submit(trainer.compile_eval, shape)
+            return run.run(step_compiled, eval_compiled)
 
 
 @dataclasses.dataclass
@@ -95,33 +107,33 @@ class _Run:
         folder: Path,
         trainer: Trainer,
         data: Data,
+        checkpoints: Checkpoints,
         started: float,
         console: Console,
     ):
         self._config, self._run, self._folder = config, config.run, folder
-        self._trainer, self._data, self._console = trainer, data, console
+        self._trainer, self._data = trainer, data
+        self._checkpoints, self._console = checkpoints, console
         self._clock = _Clock(started)
         self._is_fp8 = recipe_from_config(config.quantization).weight is not None
         self._eval_loss: float | None = None
         self._last: dict[str, Any] = {}
         self._losses: list[float] = []
+        self._restored: tuple[TrainState, int] | None = None
+
+    def restore(self) -> None:
+        """Starts from the newest checkpoint, with the data where it was."""
+        first, state, data_state = self._checkpoints.restore(self._trainer.abstract_state())
+        self._data.train.set_state(data_state)
+        self._restored = state, first
+        _note(self._console, f"resuming {self._folder} from step {first}")
 
     def run(self, step_compiled: Future, eval_compiled: Future) -> int:
         """Trains to the last step, or until it is asked to stop."""
-        note = lambda text: self._console.print(text, highlight=False)  # noqa: E731
-        checkpoints = Checkpoints(
-            self._folder / "checkpoints",
-            period=self._run.checkpoint_period,
-            keep=self._run.max_num_checkpoints_to_keep,
-            note=note,
-        )
-        with checkpoints, Interrupt(note) as interrupt:
-            state, first = self._start(checkpoints)
-            if first >= self._run.steps:
-                note(
-                    f"{self._folder} has {first} steps already; to go on, give a larger steps="
-                )
-                return 0
+        note = functools.partial(_note, self._console)
+        with Interrupt(note) as interrupt:
+            state, first = self._restored or (self._trainer.init(), 0)
+            self._restored = None  # its arrays are donated to the first step
             progress = Progress(
                 self._run.steps, first, self._data.bigram_nats, console=self._console
             )
@@ -130,25 +142,19 @@ class _Run:
                 progress.note("compiling the train step")
                 step_compiled.result()
                 self._wait_for_eval = eval_compiled.result
-                stop = self._train(state, first, checkpoints, writer, progress, interrupt)
+                stop = self._train(state, first, writer, progress, interrupt)
         self._finish(stop)
-        if stop != "finished":
-            note(f"saved step {self._last['step']}; to resume: octablox train {self._resume_args()}")
-            return 130
-        return 0
+        if stop == "finished":
+            return 0
+        if self._run.enable_checkpointing:
+            note(f"saved step {self._last['step']}; to resume: {self._resume_command()}")
+        else:
+            note(f"stopped at step {self._last['step']}; enable_checkpointing=false: nothing saved")
+        return 130
 
-    def _start(self, checkpoints) -> tuple[TrainState, int]:
-        """A new state, or the one of the newest checkpoint with the data where it was."""
-        if checkpoints.latest_step() is None:
-            return self._trainer.init(), 0
-        step, state, data_state = checkpoints.restore(self._trainer.abstract_state())
-        self._data.train.set_state(data_state)
-        self._console.print(f"resuming {self._folder} from step {step}", highlight=False)
-        return state, step
-
-    def _train(self, state, first, checkpoints, writer, progress, interrupt) -> str:
+    def _train(self, state, first, writer, progress, interrupt) -> str:
         """The loop over steps; returns why it ended: "finished" or a signal's name."""
-        save_to = checkpoints if self._run.enable_checkpointing else None
+        checkpoints, saving = self._checkpoints, self._run.enable_checkpointing
         batch = self._trainer.place(next(self._data.train))
         self._clock.window = time.monotonic()
         for step in range(first + 1, self._run.steps + 1):
@@ -156,20 +162,20 @@ class _Run:
             # The data's state as a resumed run needs it: before the next batch is drawn.
             data_state = self._data.train.get_state()
             batch = self._trainer.place(next(self._data.train))
-            self._take(step, jax.device_get(metrics), save_to)
+            self._take(step, jax.device_get(metrics))
             stopping = interrupt.requested is not None
             last = step == self._run.steps
             if step % self._run.log_period == 0 or last or stopping or step == first + 1:
                 self._log(step, writer, progress)
             if last or (self._run.eval_interval > 0 and step % self._run.eval_interval == 0):
                 self._evaluate(step, state, writer, progress)
-            if save_to and (checkpoints.due(step) or last or stopping):
+            if saving and (checkpoints.due(step) or last or stopping):
                 checkpoints.save(step, state, data_state, blocking=last or stopping)
             if stopping and not last:
                 return interrupt.requested
         return "finished"
 
-    def _take(self, step, metrics, checkpoints) -> None:
+    def _take(self, step, metrics) -> None:
         """Keeps a step's numbers; a loss that is no number ends the run."""
         now = time.monotonic()
         clock = self._clock
@@ -179,13 +185,19 @@ class _Run:
         self._last = {"step": step, **{name: float(value) for name, value in metrics.items()}}
         self._losses.append(self._last["loss"])
         if not all(math.isfinite(self._last[name]) for name in ("loss", "grad_norm")):
-            saved = checkpoints.latest_step() if checkpoints else None
-            kept = f"step {saved} is saved" if saved else "no step was saved yet"
             raise UserError(
                 f"loss and gradient norm must be finite, got {self._last['loss']} and "
-                f"{self._last['grad_norm']} at step {step} ({kept}); try a lower learning_rate, "
-                f"more warmup_steps_fraction, or quantization=bf16"
+                f"{self._last['grad_norm']} at step {step} {self._what_to_do()}"
             )
+
+    def _what_to_do(self) -> str:
+        """What is saved, and what else to try, where the numbers went wrong."""
+        self._checkpoints.wait()
+        saved = self._checkpoints.latest_step()
+        kept = "no step was saved yet" if saved is None else f"step {saved} is saved"
+        return (
+            f"({kept}); try a lower learning_rate, more warmup_steps_fraction, or quantization=bf16"
+        )
 
     def _log(self, step, writer, progress) -> None:
         """Writes and shows the steps since the last time."""
@@ -215,6 +227,11 @@ class _Run:
         ]
         loss, tokens = np.sum(np.array(sums, np.float64), axis=0)
         self._eval_loss = float(loss / tokens)
+        if not math.isfinite(self._eval_loss):
+            raise UserError(
+                f"eval loss must be finite, got {self._eval_loss} after step {step} "
+                f"{self._what_to_do()}"
+            )
         writer.write({"step": step, "kind": "eval", "eval_loss": self._eval_loss})
         progress.eval(self._eval_loss, step)
         self._clock.window += time.monotonic() - began
@@ -226,7 +243,7 @@ class _Run:
         title = f"{summary['run_name']}: {summary['recipe']}, {summary['schedule']}"
         picture = plot_loss(self._folder, title, self._data.bigram_nats)
         self._console.print(summary_table(summary))
-        self._console.print(f"{picture}", highlight=False)
+        _note(self._console, str(picture))
 
     def _summary(self, stop: str) -> dict[str, Any]:
         config, clock = self._config, self._clock
@@ -249,12 +266,26 @@ class _Run:
             "devices": jax.device_count(),
         }
 
-    def _resume_args(self) -> str:
+    def _resume_command(self) -> str:
         args = [f"run_name={self._run.run_name}"]
         base = self._run.base_output_directory
         if base != type(self._run).model_fields["base_output_directory"].default:
             args.append(f"base_output_directory={base}")
-        return " ".join(args)
+        return shlex.join(["octablox", "train", *args])
+
+
+def _note(console: Console, text: str) -> None:
+    """One line as it is: not wrapped, so that a command in it can be copied."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _checkpoints(folder: Path, config: Config, note: Callable[[str], None]) -> Checkpoints:
+    return Checkpoints(
+        folder / "checkpoints",
+        period=config.run.checkpoint_period,
+        keep=config.run.max_num_checkpoints_to_keep,
+        note=note,
+    )
 
 
 def _named(config: Config) -> Config:
@@ -275,10 +306,20 @@ def _prepare_folder(folder: Path, config: Config, resuming: bool) -> list[str]:
             changed.pop("base_output_directory", None)
             _require_resumable(folder, changed)
             notes += [f"resuming with {key}={b} (was {a})" for key, (a, b) in changed.items()]
-        configs.write(config, folder / "config.yml")
+        _write_config(config, folder / "config.yml")
     except OSError as error:
         raise cannot_write(folder, error) from error
     return notes
+
+
+def _write_config(config: Config, path: Path) -> None:
+    """Replaces config.yml as a whole: a full disk must not cost a run its settings."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        configs.write(config, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _require_resumable(folder: Path, changed: dict) -> None:

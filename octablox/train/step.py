@@ -23,7 +23,6 @@ from octablox.mesh import (
     init_params,
     map_specs,
     shardings,
-    vary,
 )
 from octablox.model import transformer
 from octablox.model.layers import Settings
@@ -42,9 +41,11 @@ class TrainState:
       step: int32 [], optimizer steps done.
       params: see `transformer.parameter_specs`.
       opt_state: optax's.
+
+    The leaves may also be the shapes of these arrays.
     """
 
-    step: jax.Array
+    step: jax.Array | jax.ShapeDtypeStruct
     params: dict
     opt_state: Any
 
@@ -243,7 +244,12 @@ def _merge(trainable, biases):
 
 
 def _cast_health(counts):
-    """Fractions of the nonzero elements of all weights, activations and gradients that were cast."""
+    """Fractions of the nonzero elements of all weights, activations and gradients that were cast.
+
+    Empty where no layer has experts.
+    """
+    if not counts:
+        return {}
     totals = sum(jnp.sum(layers, axis=0) for layers in counts.values())
     fractions = totals[:, :2] / jnp.maximum(totals[:, 2:], 1.0)
     return {

@@ -1,0 +1,282 @@
+"""The TPU backend: what the contract's operands become before the kernels run.
+
+Operands whose M is a multiple of 32 and whose K and N are multiples of 128 reach the kernels as
+they are; others are padded with zeros. Scales take the layout that costs a kernel least.
+"""
+
+import contextlib
+import contextvars
+import math
+
+import jax
+from jax import numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from octablox.kernels import pallas_tpu_gmm, pallas_tpu_tgmm
+from octablox.kernels.contract import Scaled, Unsupported, manual_axes, vary_like
+from octablox.kernels.pallas_tpu_rows import BLOCK, LANES, to_lanes
+from octablox.kernels.tiles import Chip, Gmm, GmmTiles, Tgmm, TgmmTiles, chip_of, choose
+
+name = "pallas_tpu"
+
+_target: contextvars.ContextVar[str | None] = contextvars.ContextVar("tpu_target", default=None)
+
+
+@contextlib.contextmanager
+def target(chip: str):
+    """Traces for a chip ("v5e", "v5p", "v6e", "tpu7x") that this process does not have.
+
+    Not needed where the mesh in use (`jax.set_mesh`) is one of TPUs, real or from a topology
+    description. JAX's caches do not know of it: do not trace one function object under two targets.
+    """
+    if chip_of(chip) is None:
+        raise ValueError(f"target: expected v5e, v5p, v6e or tpu7x, got {chip!r}")
+    token = _target.set(chip)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def gmm(
+    lhs,
+    rhs,
+    group_sizes,
+    group_offset,
+    *,
+    transpose_rhs,
+    out_dtype,
+    tiles: GmmTiles | None = None,
+    interpret=False,
+):
+    """Grouped matmul, see `contract.Backend.gmm`."""
+    chip = _chip(interpret)
+    _refuse_types(lhs, rhs, out_dtype)
+    m, k = lhs.value.shape
+    experts, n = rhs.value.shape[0], rhs.value.shape[1 if transpose_rhs else 2]
+    if 0 in (m, k, n, experts):
+        return jnp.zeros((m, n), out_dtype)
+    lhs, rhs, sizes, offset = _vary(lhs, rhs, group_sizes, group_offset)
+    operands = _gmm_values(lhs, rhs, transpose_rhs)
+    rows, (width, columns) = operands["lhs"].shape[0] * BLOCK, _padded_matrix(k, n)
+    k_block = _k_block(lhs, rhs, transpose_rhs)
+    call = Gmm(
+        chip.name,
+        rows,
+        width,
+        columns,
+        experts,
+        *_names(lhs.value, rhs.value, out_dtype),
+        k_blocks=width // k_block if k_block else 1,
+        product="dlhs" if transpose_rhs else "gmm",
+    )
+    tiles = tiles or _choose(call)
+    operands |= _gmm_scales(lhs, rhs, transpose_rhs, tiles)
+    plan = pallas_tpu_gmm.Plan(
+        tiles,
+        rows,
+        columns,
+        experts,
+        jnp.dtype(out_dtype),
+        transpose_rhs=transpose_rhs,
+        k_block=k_block,
+        vmem_bytes=chip.vmem,
+    )
+    out_type = _out_type(*operands.values(), sizes, offset)
+    (out,) = pallas_tpu_gmm.call(plan, operands, sizes, offset, out_type, interpret)
+    return out.reshape(rows, columns)[:m, :n]
+
+
+def tgmm(
+    lhs,
+    rhs,
+    group_sizes,
+    group_offset,
+    *,
+    num_local_groups,
+    out_dtype,
+    tiles: TgmmTiles | None = None,
+    interpret=False,
+):
+    """Transposed grouped matmul, see `contract.Backend.tgmm`."""
+    chip = _chip(interpret)
+    _refuse_types(lhs, rhs, out_dtype)
+    (m, k), n = lhs.value.shape, rhs.value.shape[1]
+    if 0 in (m, k, n, num_local_groups):
+        return jnp.zeros((num_local_groups, k, n), out_dtype)
+    lhs, rhs, sizes, offset = _vary(lhs, rhs, group_sizes, group_offset)
+    lhs, rhs = (_without_row_scales(a) for a in (lhs, rhs))
+    rows, (width, columns) = m + -m % BLOCK, _padded_matrix(k, n)
+    types = _names(lhs.value, rhs.value, out_dtype)
+    tiles = tiles or _choose(Tgmm(chip.name, rows, width, columns, num_local_groups, *types))
+    operands = {
+        "lhs": _row_blocks(_pad(lhs.value, (rows, width))),
+        "rhs": _row_blocks(_pad(rhs.value, (rows, columns))),
+        **_tgmm_scales(lhs, rhs, columns, tiles),
+    }
+    plan = pallas_tpu_tgmm.Plan(
+        tiles,
+        rows,
+        width,
+        columns,
+        num_local_groups,
+        jnp.dtype(out_dtype),
+        vmem_bytes=chip.vmem,
+    )
+    out_type = _out_type(*operands.values(), sizes, offset)
+    out = pallas_tpu_tgmm.call(plan, operands, sizes, offset, out_type, interpret)
+    return out[:, :k, :n]
+
+
+def _chip(interpret) -> Chip:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = _target.get() or (device.device_kind if device else jax.devices()[0].device_kind)
+    chip = chip_of(kind)
+    if chip is None and interpret:
+        return chip_of("tpu7x")
+    if chip is None:
+        raise Unsupported(name, "platform", f"expected a TPU v5e, v5p, v6e or 7x, got {kind}")
+    return chip
+
+
+_TYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+
+
+def _refuse_types(lhs: Scaled, rhs: Scaled, out_dtype) -> None:
+    for argument, dtype in (("lhs", lhs.value.dtype), ("rhs", rhs.value.dtype)):
+        if dtype.name not in _TYPES:
+            raise Unsupported(name, argument, f"expected one of {', '.join(_TYPES)}, got {dtype}")
+    if jnp.dtype(out_dtype).name not in ("float32", "bfloat16"):
+        raise Unsupported(name, "out_dtype", f"expected float32 or bfloat16, got {out_dtype}")
+
+
+def _names(lhs, rhs, out_dtype) -> tuple[str, str, str]:
+    return lhs.dtype.name, rhs.dtype.name, jnp.dtype(out_dtype).name
+
+
+def _choose(call: Gmm | Tgmm) -> GmmTiles | TgmmTiles:
+    try:
+        return choose(call)
+    except ValueError as error:
+        raise Unsupported(name, "shape", str(error)) from None
+
+
+def _vary(lhs, rhs, group_sizes, group_offset):
+    """All arguments varying over the same mesh axes; sizes int32 [G], offset int32 [1]."""
+    groups = group_sizes.astype(jnp.int32), jnp.asarray(group_offset, jnp.int32).reshape(1)
+    arrays = (*jax.tree.leaves((lhs, rhs)), *groups)
+    return jax.tree.map(lambda a: vary_like(arrays, a), (lhs, rhs, *groups))
+
+
+def _out_type(*arrays):
+    """Makes output types that vary over the mesh axes over which any of the arrays does."""
+    axes = manual_axes(*arrays)
+    if not axes:
+        return jax.ShapeDtypeStruct
+    varying = jax.sharding.ManualAxisType(varying=axes)
+    return lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+
+
+def _padded_matrix(k: int, n: int) -> tuple[int, int]:
+    return k + -k % LANES, n + -n % LANES
+
+
+def _pad(a, shape):
+    if a.shape == shape:
+        return a
+    return jnp.pad(a, [(0, to - size) for size, to in zip(a.shape, shape, strict=True)])
+
+
+def _row_blocks(a):
+    return a.reshape(a.shape[0] // BLOCK, BLOCK, a.shape[1])
+
+
+def _gmm_values(lhs, rhs, transpose_rhs):
+    (m, k), (experts, *matrix) = lhs.value.shape, rhs.value.shape
+    width, columns = _padded_matrix(k, matrix[0 if transpose_rhs else 1])
+    shape = (experts, columns, width) if transpose_rhs else (experts, width, columns)
+    return {
+        "lhs": _row_blocks(_pad(lhs.value, (m + -m % BLOCK, width))),
+        "rhs": _pad(rhs.value, shape),
+    }
+
+
+def _k_block(lhs, rhs, transpose_rhs) -> int | None:
+    """Elements along K that share their scales, where a scale varies along K."""
+    k = lhs.value.shape[1]
+    counts = [1]
+    if lhs.scale is not None:
+        counts.append(lhs.scale.shape[1])
+    if rhs.scale is not None:
+        counts.append(rhs.scale.shape[2 if transpose_rhs else 1])
+    blocks = math.lcm(*counts)
+    return k // blocks if blocks > 1 else None
+
+
+def _gmm_scales(lhs, rhs, transpose_rhs, tiles):
+    """The scales in the forms of `pallas_tpu_gmm.PLACES`."""
+    (m, k), experts = lhs.value.shape, rhs.value.shape[0]
+    n = rhs.value.shape[1 if transpose_rhs else 2]
+    k_block = _k_block(lhs, rhs, transpose_rhs)
+    scales = {}
+    if lhs.scale is not None:
+        if lhs.scale.shape == (1, 1):
+            scales["lhs_factor"] = lhs.scale.reshape(1)
+        elif lhs.scale.shape[1] == 1:
+            scales["row_scale"] = to_lanes(_repeat(lhs.scale, 0, m).reshape(m))
+        else:
+            blocks = _repeat(_repeat(lhs.scale, 0, m), 1, k // k_block)
+            scales["lhs_blocks"] = _row_blocks(_pad(blocks, (m + -m % BLOCK, blocks.shape[1])))
+    if rhs.scale is None:
+        return scales
+    scale = rhs.scale.swapaxes(1, 2) if transpose_rhs else rhs.scale
+    columns = n + -n % LANES
+    if scale.shape[1:] == (1, 1):
+        scales["rhs_factor"] = _per_expert(scale, experts).reshape(-1)
+    elif scale.shape[1] == 1:
+        scale = _pad_last(_repeat(_per_expert(scale, experts), 2, n), columns)
+        scales["column_scale"] = scale.reshape(scale.shape[0], -1, 1, tiles.columns)
+    else:
+        scale = _repeat(_repeat(_repeat(scale, 0, experts), 1, k // k_block), 2, n)
+        scales["rhs_blocks"] = _pad_last(scale, columns)
+    return scales
+
+
+def _tgmm_scales(lhs, rhs, columns, tiles):
+    """The scales in the forms of `pallas_tpu_tgmm.PLACES`."""
+    scales = {}
+    if lhs.scale is not None:
+        if lhs.scale.size == 1:
+            scales["lhs_factor"] = lhs.scale.reshape(1)
+        else:
+            k = lhs.value.shape[1]
+            scales["k_scale"] = to_lanes(_repeat(lhs.scale, 1, k).reshape(k))
+    if rhs.scale is not None:
+        if rhs.scale.size == 1:
+            scales["rhs_factor"] = rhs.scale.reshape(1)
+        else:
+            scale = _pad_last(_repeat(rhs.scale, 1, rhs.value.shape[1]), columns)
+            scales["n_scale"] = scale.reshape(1, -1, 1, tiles.n)
+    return scales
+
+
+def _without_row_scales(a: Scaled) -> Scaled:
+    """The operand in float32 if its scale varies along the rows that tgmm sums over."""
+    if a.scale is None or a.scale.shape[0] == 1:
+        return a
+    m, width = a.value.shape
+    scale = _repeat(_repeat(a.scale, 0, m), 1, width)
+    return Scaled(a.value.astype(jnp.float32) * scale)
+
+
+def _per_expert(scale, experts):
+    """A scale of one element for all experts, or of one for each."""
+    return scale if scale.shape[0] == 1 else _repeat(scale, 0, experts)
+
+
+def _repeat(scale, dim, size):
+    return jnp.repeat(scale, size // scale.shape[dim], axis=dim)
+
+
+def _pad_last(a, size):
+    return _pad(a, (*a.shape[:-1], size))

@@ -1,0 +1,305 @@
+"""The TPU kernel of `out[M, N] = lhs[M, K] @ rhs[E, K, N]` by groups: forward, dlhs and gated.
+
+A step multiplies one tile of rows with the whole K of its group's matrix: `[rows, K] @ [K, columns]`
+in one straight piece of code, thousands of cycles long, because entering and leaving such a piece
+costs the matrix unit about 270 cycles, and an accumulator kept across steps costs more. Scales are
+applied once to the finished product, or where they vary along K to each block's partial product.
+
+Rows are independent here, so a tile computes on whatever rows lie in it, garbage among them, and
+only the store selects: a step writes the row blocks that it completes, and hands the block that
+it leaves half full to the next step in `carry`. Only blocks at a group's edge are masked.
+
+With `gated`, rhs holds two matrices side by side (gate, up) and `out = silu(gate) * up`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from octablox.kernels import pallas_tpu_rows as rows_
+from octablox.kernels.pallas_tpu_rows import BLOCK, LANES
+from octablox.kernels.tiles import GmmTiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is static about one call. `columns` are those of one output, N or F.
+
+    Attributes:
+      k_block: elements along K that share a scale; None where no scale varies along K.
+      save: also return gate and up, for the backward pass.
+    """
+
+    tiles: GmmTiles
+    rows: int
+    columns: int
+    experts: int
+    out_dtype: jnp.dtype
+    transpose_rhs: bool = False
+    gated: bool = False
+    save: bool = False
+    k_block: int | None = None
+    vmem_bytes: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Matrices side by side in rhs."""
+        return 2 if self.gated else 1
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles along the columns of one output."""
+        return self.columns // self.tiles.columns
+
+    @property
+    def outputs(self) -> int:
+        """`out`, or out, gate and up."""
+        return 3 if self.save else 1
+
+
+# Where each operand lives; HBM ones are brought in step by step, the others stay as a whole.
+PLACES = {
+    "lhs": pltpu.HBM,  # [M / BLOCK, BLOCK, K]
+    "rhs": pltpu.HBM,  # [E, K, parts * columns], or [E, columns, K] with transpose_rhs
+    "lhs_blocks": pltpu.HBM,  # scales along K: float32 [M / BLOCK, BLOCK, K / k_block]
+    "rhs_blocks": pltpu.HBM,  # float32 [E, K / k_block, parts * columns]
+    "row_scale": pltpu.VMEM,  # float32 [M / 128, 128]
+    "row_weight": pltpu.VMEM,  # the same; multiplies the gated output
+    "column_scale": pltpu.VMEM,  # float32 [E, parts * column_tiles, 1, tile]
+    "lhs_factor": pltpu.SMEM,  # float32 [1]
+    "rhs_factor": pltpu.SMEM,  # float32 [1] or [E]
+}
+
+
+def call(plan: Plan, operands: dict[str, jax.Array], sizes, offset, out_type, interpret):
+    """Runs the kernel: `plan.outputs` arrays [M / BLOCK, BLOCK, columns].
+
+    Args:
+      plan: see there.
+      operands: some of `PLACES`; lhs and rhs always.
+      sizes: int32 [G].
+      offset: int32 [1].
+      out_type: makes the ShapeDtypeStruct of an output from shape and dtype.
+      interpret: False, or `pltpu.InterpretParams`.
+    """
+    names = tuple(name for name in PLACES if name in operands)
+    shape = (plan.rows // BLOCK, BLOCK, plan.columns)
+    hbm, smem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SMEM)
+    steps = rows_.max_steps(plan.rows, plan.experts, plan.tiles.rows)
+    tile = plan.tiles.columns
+    scratch = {
+        "first": pltpu.SMEM((steps + 1,), jnp.int32),
+        "group": pltpu.SMEM((steps,), jnp.int32),
+        "store_end": pltpu.SMEM((steps,), jnp.int32),
+        "carry": pltpu.VMEM((plan.outputs, BLOCK, tile), jnp.float32),
+        "zeros": pltpu.VMEM((1, BLOCK, plan.columns), plan.out_dtype),
+        "done": pltpu.SemaphoreType.DMA(()),
+    }
+    for name in ("row_scale", "row_weight"):
+        if name in operands:
+            down = rows_.spread_size(plan.tiles.rows)
+            scratch[name] = pltpu.VMEM((down, LANES), jnp.float32)
+    return pl.pallas_call(
+        functools.partial(_kernel, plan, names, tuple(scratch)),
+        in_specs=[smem, smem, *(pl.BlockSpec(memory_space=PLACES[name]) for name in names)],
+        out_specs=[hbm] * plan.outputs,
+        out_shape=[out_type(shape, plan.out_dtype)] * plan.outputs,
+        scratch_shapes=list(scratch.values()),
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=plan.vmem_bytes,
+            # Each check costs scalar cycles in every step; interpret mode makes them in tests.
+            disable_bounds_checks=True,
+        ),
+        interpret=interpret,
+        name="octablox_gated_gmm" if plan.gated else "octablox_gmm",
+    )(sizes, offset, *(operands[name] for name in names))
+
+
+def _kernel(plan, names, scratch_names, sizes, offset, *refs):
+    operands = dict(zip(names, refs[: len(names)], strict=True))
+    outs = refs[len(names) : len(names) + plan.outputs]
+    scratch = dict(zip(scratch_names, refs[len(names) + plan.outputs :], strict=True))
+    first, group = scratch["first"], scratch["group"]
+    steps = rows_.plan_steps(
+        sizes, offset, first, group, groups=plan.experts, tile=plan.tiles.rows, empty=False
+    )
+    rows_.plan_stores(first, scratch["store_end"], steps)
+    scratch["zeros"][...] = jnp.zeros_like(scratch["zeros"])
+    fill = functools.partial(_zero_rows, plan, outs, scratch, steps)
+    fill(lambda copy: copy.start())
+    streamed = {name: operands[name] for name in names if PLACES[name] == pltpu.HBM}
+    resident = {name: operands[name] for name in names if PLACES[name] != pltpu.HBM}
+    specs = _specs(plan, tuple(streamed), first, group)
+    arrays = [streamed[name] for name, *_ in specs]
+
+    def body(*refs):
+        tiles = {}
+        for (name, *_), ref in zip(specs, refs, strict=False):
+            tiles.setdefault(name, []).append(ref)
+        _step(plan, {**tiles, **resident}, refs[len(specs) :], scratch)
+
+    pltpu.emit_pipeline(
+        body,
+        grid=(plan.column_tiles, steps),
+        in_specs=[spec for _, spec in specs],
+        out_specs=[_out_spec(plan, first, scratch["store_end"])] * plan.outputs,
+    )(*arrays, *outs)
+    fill(lambda copy: copy.wait())
+
+
+def _zero_rows(plan, outs, scratch, steps, act):
+    """Starts, or waits for, the copies of zeros into all blocks that hold no local row."""
+    first, zeros = scratch["first"], scratch["zeros"]
+    begin, end = first[0], first[steps]
+    # Without any step nobody writes the block that `begin` falls into.
+    before = jnp.where(steps > 0, lax.div(begin, BLOCK), pl.cdiv(begin, BLOCK))
+
+    def one_block(block, _):
+        for out in outs:
+            act(pltpu.make_async_copy(zeros, out.at[pl.ds(block, 1)], scratch["done"]))
+
+    lax.fori_loop(0, before, one_block, None)
+    lax.fori_loop(pl.cdiv(end, BLOCK), plan.rows // BLOCK, one_block, None)
+
+
+def _specs(plan, names, first, group):
+    """(operand, BlockSpec) of each array that the pipeline reads; rhs once for each part."""
+    tile, column_tiles = plan.tiles.columns, plan.column_tiles
+    block = pl.BoundedSlice(plan.tiles.rows // BLOCK)
+    by_row = lambda j, s: (rows_.blocks_read(first, s, plan.rows // BLOCK), 0, 0)  # noqa: E731
+    specs = []
+    for name in names:
+        if name in ("lhs", "lhs_blocks"):
+            width = plan_width(plan, name)
+            specs.append((name, pl.BlockSpec((block, BLOCK, width), by_row)))
+            continue
+        for part in range(plan.parts):
+            if name == "rhs" and plan.transpose_rhs:
+                shape = (None, tile, plan.tiles.contracted)
+                index = lambda j, s: (group[s], j, 0)  # noqa: E731
+            else:
+                shape = (None, plan_width(plan, name), tile)
+                index = lambda j, s, part=part: (group[s], 0, part * column_tiles + j)  # noqa: E731
+            specs.append((name, pl.BlockSpec(shape, index)))
+    return specs
+
+
+def plan_width(plan: Plan, name: str) -> int:
+    """Elements along K of an operand, or of its scales."""
+    k = plan.tiles.contracted
+    return k // plan.k_block if plan.k_block and name.endswith("_blocks") else k
+
+
+def _out_spec(plan, first, store_end):
+    """The blocks that a step completes, see `plan_stores`."""
+
+    def index(j, s):
+        begin = lax.div(first[s], BLOCK)
+        return pl.ds(begin, store_end[s] - begin), 0, j
+
+    block = pl.BoundedSlice(plan.tiles.rows // BLOCK)
+    return pl.BlockSpec((block, BLOCK, plan.tiles.columns), index)
+
+
+def _step(plan, tiles, outs, scratch):
+    """One tile of rows by one tile of columns."""
+    step = pl.program_id(1)
+    first, carry = scratch["first"], scratch["carry"]
+    block = lax.div(first[step], BLOCK)
+    head = lax.rem(first[step], BLOCK)
+    rows = first[step + 1] - first[step] + head
+
+    def run(bucket):
+        for name in ("row_scale", "row_weight"):
+            if name in tiles:
+                rows_.spread_down(tiles[name], scratch[name], block, bucket)
+        for begin in range(0, bucket, plan.tiles.chunk or bucket):
+            end = min(bucket, begin + (plan.tiles.chunk or bucket))
+            _store(plan, outs, _values(plan, tiles, scratch, block, begin, end), begin, end)
+
+    rows_.by_rows(rows, plan.tiles.buckets, run)
+
+    @pl.when(head > 0)  # rows of earlier groups in the block that this step opens
+    def _():
+        begun = step > 0  # before the first step are rows of no local group
+        for out, kept in _pairs(outs, carry):
+            earlier = jnp.where(begun, kept[...], 0.0)
+            mine = out[0].astype(jnp.float32)
+            out[0] = jnp.where(rows_.inside(BLOCK, 0, head), earlier, mine).astype(out.dtype)
+
+    @pl.when(lax.rem(rows, BLOCK) > 0)  # the block that it leaves half full
+    def _():
+        last = lax.div(rows, BLOCK)
+        mine = rows_.inside(BLOCK, 0, lax.rem(rows, BLOCK))
+        for out, kept in _pairs(outs, carry):
+            half = jnp.where(mine, out[last].astype(jnp.float32), 0.0)
+            kept[...] = half
+            out[last] = half.astype(out.dtype)
+
+
+def _pairs(outs, carry):
+    return [(out, carry.at[i]) for i, out in enumerate(outs)]
+
+
+def _store(plan, outs, values, begin, end):
+    for out, value in zip(outs, values, strict=True):
+        shape = (end - begin) // BLOCK, BLOCK, plan.tiles.columns
+        out[begin // BLOCK : end // BLOCK] = value.astype(out.dtype).reshape(shape)
+
+
+def _values(plan, tiles, scratch, block, begin, end):
+    """Rows `begin:end` of every output, float32 [end - begin, tile]."""
+    product = functools.partial(_product, plan, tiles, scratch, block, begin, end)
+    if not plan.gated:
+        return [product(0)]
+    gate, up = product(0), product(1)
+    out = gate * jax.nn.sigmoid(gate) * up
+    if "row_weight" in tiles:
+        width = plan.tiles.columns
+        out = out * rows_.column(scratch["row_weight"], block, begin, end, width)
+    return [out, gate, up] if plan.save else [out]
+
+
+def _product(plan, tiles, scratch, block, begin, end, part):
+    """Scaled product of one part of rhs, float32 [end - begin, tile]."""
+    lhs = rows_.flat(tiles["lhs"][0], begin, end)
+    rhs = tiles["rhs"][part]
+    if plan.k_block:
+        out = _by_blocks(plan, tiles, lhs, rhs, begin, end, part)
+    else:
+        out = rows_.dot(lhs, rhs[...], (1, 1 if plan.transpose_rhs else 0))
+    group = scratch["group"][pl.program_id(1)]
+    if "lhs_factor" in tiles:
+        out = out * tiles["lhs_factor"][0]
+    if "rhs_factor" in tiles:
+        factor = tiles["rhs_factor"]
+        out = out * factor[0 if factor.shape[0] == 1 else group]
+    if "column_scale" in tiles:
+        scale = tiles["column_scale"]
+        index = 0 if scale.shape[0] == 1 else group
+        out = out * scale[index, part * plan.column_tiles + pl.program_id(0)]
+    if "row_scale" in tiles:
+        out = out * rows_.column(scratch["row_scale"], block, begin, end, plan.tiles.columns)
+    return out
+
+
+def _by_blocks(plan, tiles, lhs, rhs, begin, end, part):
+    """The product where a scale varies along K: block by block, each with its scales."""
+    total = None
+    for i in range(plan.tiles.contracted // plan.k_block):
+        at = slice(i * plan.k_block, (i + 1) * plan.k_block)
+        if plan.transpose_rhs:
+            out = rows_.dot(lhs[:, at], rhs[:, at], (1, 1))
+        else:
+            out = rows_.dot(lhs[:, at], rhs[at, :], (1, 0))
+        if "lhs_blocks" in tiles:
+            out = out * rows_.flat(tiles["lhs_blocks"][0], begin, end)[:, i : i + 1]
+        if "rhs_blocks" in tiles:
+            out = out * tiles["rhs_blocks"][part][i : i + 1, :]
+        total = out if total is None else total + out
+    return total

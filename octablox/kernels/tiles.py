@@ -1,0 +1,302 @@
+"""Tile choice of the TPU kernels, by a small model of VMEM, the matrix unit and HBM.
+
+The model counts cycles of one call: for every step the greater of what the matrix unit and what
+HBM need. Its constants are read from compiled schedules; it ranks tiles, it does not predict time.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+MIB = 1 << 20
+BLOCK = 32  # rows that a DMA moves at least
+LANES = 128
+
+# Cycles that a straight piece of matrix code takes beyond its multiplications, and what a
+# pipelined step adds to it: semaphores, DMA descriptors, the block shared with the next group.
+FILL_AND_DRAIN = 300
+STEP = {"gmm": 370, "tgmm": 520}
+
+Product = Literal["gmm", "dlhs", "tgmm"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GmmTiles:
+    """A step of the gmm kernel.
+
+    Attributes:
+      rows: rows of a tile; a multiple of 32.
+      columns: columns of a tile; divides N, a multiple of 128.
+      contracted: K, all of it.
+      buckets: row counts for which there is code, ascending, the last is `rows`.
+      chunk: rows that are multiplied and scaled at a time; None: all.
+    """
+
+    rows: int
+    columns: int
+    contracted: int
+    buckets: tuple[int, ...]
+    chunk: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TgmmTiles:
+    """A step of the tgmm kernel.
+
+    Attributes:
+      rows: rows of a tile; a multiple of 32.
+      k, n: size of the output tile; they divide K and N.
+      buckets: row counts for which there is code, ascending, the last is `rows`.
+      chunk_k: part of `k` that is multiplied at a time; None: all.
+    """
+
+    rows: int
+    k: int
+    n: int
+    buckets: tuple[int, ...]
+    chunk_k: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One TensorCore.
+
+    Attributes:
+      vmem: bytes that a kernel may use.
+      macs: multiply-accumulates a cycle, by kind of operands.
+      side: rows and columns of the matrix unit.
+      hbm: bytes a cycle.
+    """
+
+    name: str
+    vmem: int
+    macs: dict[str, int]
+    side: int
+    hbm: int
+
+    def kind(self, lhs: str, rhs: str) -> str:
+        """How two dtypes are multiplied here: "fp8", "int8", "bf16" or "f32"."""
+        if lhs.startswith("float8") and rhs.startswith("float8"):
+            return "fp8"
+        if lhs == rhs == "int8":
+            return "int8"
+        return "f32" if "float32" in (lhs, rhs) else "bf16"
+
+    def gains(self, kind: str) -> bool:
+        """Whether 8 bits multiply faster than bf16 here."""
+        return self.macs[kind] > self.macs["bf16"]
+
+
+def _macs(bf16: int, fp8: int, int8: int) -> dict[str, int]:
+    return {"bf16": bf16, "fp8": fp8, "int8": int8, "f32": bf16 // 6}
+
+
+# What one matmul instruction does, read from compiled schedules. HBM: published, over the clock.
+CHIPS = {
+    "v5e": Chip("v5e", 116 * MIB, _macs(65536, 65536, 131072), 128, 540),
+    "v5p": Chip("v5p", 58 * MIB, _macs(65536, 65536, 131072), 128, 790),
+    "v6e": Chip("v6e", 116 * MIB, _macs(131072, 131072, 262144), 256, 940),
+    "tpu7x": Chip("tpu7x", 59 * MIB, _macs(262144, 524288, 262144), 256, 1680),
+}
+_KINDS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip of JAX's or of our name, if it is known here."""
+    return CHIPS.get(_KINDS.get(device_kind, device_kind))
+
+
+@dataclasses.dataclass(frozen=True)
+class Gmm:
+    """What the choice depends on; `columns` of one output, `parts` matrices side by side."""
+
+    chip: str
+    rows: int
+    k: int
+    columns: int
+    experts: int
+    lhs: str
+    rhs: str
+    out: str
+    parts: int = 1
+    outputs: int = 1
+    k_blocks: int = 1
+    product: Product = "gmm"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tgmm:
+    """What the choice depends on."""
+
+    chip: str
+    rows: int
+    k: int
+    n: int
+    experts: int
+    lhs: str
+    rhs: str
+    out: str
+
+
+_overrides: contextvars.ContextVar[dict] = contextvars.ContextVar("tile_overrides", default={})
+
+
+@contextlib.contextmanager
+def override(**tiles: GmmTiles | TgmmTiles) -> Iterator[None]:
+    """Fixes the tiles of the products named `gmm`, `dlhs` or `tgmm` for what is traced inside."""
+    token = _overrides.set({**_overrides.get(), **tiles})
+    try:
+        yield
+    finally:
+        _overrides.reset(token)
+
+
+def choose(call: Gmm | Tgmm) -> GmmTiles | TgmmTiles:
+    """The tiles to use: the override of the product, or the first of `ranked`."""
+    product = call.product if isinstance(call, Gmm) else "tgmm"
+    fixed = _overrides.get().get(product)
+    return fixed or ranked(call)[0]
+
+
+@functools.cache
+def ranked(call: Gmm | Tgmm) -> Sequence[GmmTiles | TgmmTiles]:
+    """All tiles that fit into VMEM, the one of the fewest modelled cycles first.
+
+    Raises:
+      ValueError: nothing fits.
+    """
+    candidates, cost, size = (
+        (_gmm_candidates, gmm_cycles, gmm_vmem)
+        if isinstance(call, Gmm)
+        else (_tgmm_candidates, tgmm_cycles, tgmm_vmem)
+    )
+    fitting = [t for t in candidates(call) if size(call, t) <= CHIPS[call.chip].vmem]
+    if not fitting:
+        raise ValueError(f"no tile fits into {CHIPS[call.chip].vmem >> 20} MiB of VMEM for {call}")
+    return sorted(fitting, key=lambda t: cost(call, t))
+
+
+def gmm_vmem(call: Gmm, tiles: GmmTiles) -> int:
+    """Bytes of VMEM: two buffers of each window, and the scratch."""
+    lhs, rhs, out = (_bytes(t) for t in (call.lhs, call.rhs, call.out))
+    windows = tiles.rows * call.k * lhs + call.parts * call.k * tiles.columns * rhs
+    windows += call.outputs * tiles.rows * tiles.columns * out
+    if call.k_blocks > 1:
+        windows += tiles.rows * _up(call.k_blocks, LANES) * 4
+        windows += call.parts * call.k_blocks * tiles.columns * 4
+    scratch = BLOCK * (call.outputs * tiles.columns * 4 + call.columns * out)
+    scratch += 2 * (tiles.rows + LANES) * LANES * 4
+    scratch += call.experts * call.parts * call.columns * 4 + call.rows * 8
+    return 2 * windows + scratch + MIB
+
+
+def tgmm_vmem(call: Tgmm, tiles: TgmmTiles) -> int:
+    """Bytes of VMEM: two buffers of each window, the accumulator, the scratch."""
+    lhs, rhs, out = (_bytes(t) for t in (call.lhs, call.rhs, call.out))
+    windows = tiles.rows * (tiles.k * lhs + tiles.n * rhs) + tiles.k * tiles.n * out
+    scratch = tiles.k * tiles.n * 4 + (tiles.k + LANES) * LANES * 4
+    return 2 * windows + scratch + call.experts * call.n * 4 + 2 * MIB
+
+
+def gmm_cycles(call: Gmm, tiles: GmmTiles) -> float:
+    """Modelled cycles of one call on groups of random sizes about their mean."""
+    chip = CHIPS[call.chip]
+    columns = call.parts * tiles.columns
+    rate = chip.macs[chip.kind(call.lhs, call.rhs)]
+    contracted = call.k_blocks * _up(call.k // call.k_blocks, chip.side)
+    matrix = contracted * _up(columns, chip.side) / rate  # cycles a row
+    weight = call.k * columns * _bytes(call.rhs)
+    row = call.k * _bytes(call.lhs) + call.outputs * tiles.columns * _bytes(call.out)
+    total = 0.0
+    for steps in _group_samples(call, tiles):
+        compute = sum(b * matrix + FILL_AND_DRAIN + STEP["gmm"] for b in steps)
+        total += max(compute, (weight + row * sum(steps)) / chip.hbm)
+    return total / len(SPREAD) * call.experts * (call.columns // tiles.columns)
+
+
+def tgmm_cycles(call: Tgmm, tiles: TgmmTiles) -> float:
+    """Modelled cycles of one call on groups of random sizes about their mean."""
+    chip = CHIPS[call.chip]
+    rate = chip.macs[chip.kind(call.lhs, call.rhs)]
+    matrix = _up(tiles.k, chip.side) * _up(tiles.n, chip.side) / rate
+    # An accumulator is written, and read again, at four registers a cycle.
+    again = tiles.k * tiles.n / 1024 / 4
+    row = tiles.k * _bytes(call.lhs) + tiles.n * _bytes(call.rhs)
+    total = 0.0
+    for steps in _group_samples(call, tiles):
+        compute = sum(_up(b, chip.side) * matrix + FILL_AND_DRAIN + STEP["tgmm"] for b in steps)
+        compute += again * (len(steps) - 1)
+        moved = tiles.k * tiles.n * _bytes(call.out) + row * sum(steps)
+        total += max(compute, moved / chip.hbm)
+    return total / len(SPREAD) * call.experts * (call.k // tiles.k) * (call.n // tiles.n)
+
+
+# Group sizes to reckon with, in standard deviations from the mean.
+SPREAD = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
+
+
+def _group_samples(call, tiles) -> Iterator[list[int]]:
+    """Buckets of the steps of a group, for each of `SPREAD`."""
+    mean = call.rows / call.experts
+    for deviations in SPREAD:
+        rows = max(1.0, mean + deviations * math.sqrt(mean)) + BLOCK / 2  # the head
+        whole, rest = divmod(math.ceil(rows), tiles.rows)
+        steps = [tiles.rows] * whole
+        if rest:
+            steps.append(next(b for b in tiles.buckets if b >= rest))
+        yield steps
+
+
+def _gmm_candidates(call: Gmm) -> Iterator[GmmTiles]:
+    for columns in divisors(call.columns, 7168 if call.parts == 1 else 2048):
+        for rows in range(64, min(1280, _up(call.rows, 64)) + 1, 64):
+            yield GmmTiles(rows, columns, call.k, buckets(rows))
+
+
+def _tgmm_candidates(call: Tgmm) -> Iterator[TgmmTiles]:
+    for k in divisors(call.k, 3584):
+        for n in divisors(call.n, 2048):
+            for rows in range(256, min(1280, _up(call.rows, 256)) + 1, 128):
+                chunk = max(d for d in divisors(k, 1024))
+                yield TgmmTiles(rows, k, n, coarse(rows), chunk if chunk < k else None)
+
+
+def buckets(rows: int) -> tuple[int, ...]:
+    """Row counts worth code of their own: fine just below the tile, where a group's size is.
+
+    A tile is chosen a little larger than the mean group, so that most groups are one step; every
+    32 rows that such a step need not multiply are 6% of it.
+    """
+    fine = range(max(BLOCK, rows - 6 * BLOCK), rows + 1, BLOCK)
+    rough = range(128, fine[0], 128)
+    return tuple(sorted({*rough, *fine}))
+
+
+def coarse(rows: int) -> tuple[int, ...]:
+    """Row counts in steps of the matrix unit's 256, below which a contraction is padded."""
+    return tuple(sorted({*range(256, rows, 256), rows}))
+
+
+def divisors(size: int, top: int) -> list[int]:
+    """Multiples of 128 up to `top` that divide `size`."""
+    return [d for d in range(LANES, min(size, top) + 1, LANES) if size % d == 0]
+
+
+def _bytes(dtype: str) -> int:
+    return {"float32": 4, "bfloat16": 2}.get(dtype, 1)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

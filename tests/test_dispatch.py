@@ -1,0 +1,130 @@
+"""Dispatch and combine: every copy goes to its expert and comes back, without scatters."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from octablox.moe.dispatch import combine, dispatch, sort_copies
+
+SCATTER = r"stablehlo\.scatter|\bscatter\("
+T, D, E, K = 20, 6, 8, 3
+LOADS = "random", "one expert", "half the experts", "one copy a token", "all experts"
+
+
+def choices(load):
+    """int32 [T, k]; a token's experts differ, as a router's do."""
+    rng = np.random.default_rng(0)
+    draw = lambda experts, k: np.stack([rng.permutation(experts)[:k] for _ in range(T)])  # noqa: E731
+    chosen = {
+        "random": draw(E, K),
+        "one expert": np.full((T, 1), 5),
+        "half the experts": draw(E // 2, K) * 2,
+        "one copy a token": draw(E, 1),
+        "all experts": draw(E, E),
+    }[load]
+    return chosen.astype(np.int32)
+
+
+def arrays(k, seed=1):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    return draw(T, D), draw(T, k), draw(E, D)
+
+
+@pytest.mark.parametrize("first", [0, 4, 6])
+@pytest.mark.parametrize("load", LOADS)
+def test_copies_are_sorted_by_expert(load, first):
+    chosen = choices(load)
+    order = jax.device_get(sort_copies(jnp.asarray(chosen), E, first))
+    from_first = (chosen.ravel() - first) % E
+    # Stable: rows of one expert keep the order of their tokens.
+    np.testing.assert_array_equal(order.copy_of_row, np.argsort(from_first, kind="stable"))
+    np.testing.assert_array_equal(order.group_sizes, np.bincount(from_first, minlength=E))
+    at = order.row_of_copy.ravel()
+    np.testing.assert_array_equal(order.copy_of_row[at], np.arange(chosen.size))
+    assert order.row_of_copy.shape == chosen.shape
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_dispatch_and_combine(load):
+    chosen = choices(load)
+    tokens, weights, _ = arrays(chosen.shape[1])
+    order = sort_copies(jnp.asarray(chosen), E, 0)
+    rows = np.asarray(dispatch(tokens, order))
+    owners = [t for e in range(E) for t in range(T) for c in chosen[t] if c == e]
+    np.testing.assert_array_equal(rows, np.asarray(tokens)[owners])
+    back = combine(jnp.asarray(rows), weights, order)
+    expected = np.asarray(tokens) * np.asarray(weights, np.float64).sum(1, keepdims=True)
+    np.testing.assert_allclose(back, expected, rtol=1e-5, atol=1e-6)
+
+
+def through_rows(chosen, tokens, weights, scales):
+    """Each expert multiplies by its own scale [E, D]; the copies are sorted, sent and combined."""
+    order = sort_copies(chosen, E, 3)
+    rows = dispatch(tokens, order)
+    expert_of_row = chosen.reshape(-1)[order.copy_of_row]
+    is_expert = jax.nn.one_hot(expert_of_row, E, dtype=jnp.float32)
+    return combine(jnp.tanh(rows * (is_expert @ scales)), weights, order)
+
+
+def dense(chosen, tokens, weights, scales):
+    """The same: every expert on every token, masked."""
+    every = jnp.tanh(tokens[:, None] * scales[None])
+    mix = jnp.sum(jax.nn.one_hot(chosen, E) * weights[:, :, None], axis=1)
+    return jnp.einsum("te,ted->td", mix, every)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_gradients_are_those_of_a_dense_formulation(load):
+    chosen = jnp.asarray(choices(load))
+    operands = arrays(chosen.shape[1])
+    out_grad = arrays(1, seed=2)[0]
+
+    def value_and_grads(f):
+        out, pull = jax.vjp(lambda *operands: f(chosen, *operands), *operands)
+        return out, *pull(out_grad)
+
+    got, expected = value_and_grads(through_rows), value_and_grads(dense)
+    for name, a, b in zip(("out", "tokens", "weights", "scales"), got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_rows_move_by_gathers_alone():
+    chosen = jnp.asarray(choices("random"))
+    order = sort_copies(chosen, E, 0)
+    tokens, weights, _ = arrays(K)
+
+    def both(tokens, weights, chosen):
+        order = sort_copies(chosen, E, 0)
+        return jnp.sum(combine(jnp.tanh(dispatch(tokens, order)), weights, order) ** 2)
+
+    program = jax.jit(jax.value_and_grad(both, argnums=(0, 1))).lower(tokens, weights, chosen)
+    for text in (program.as_text(), program.compile().as_text()):
+        assert re.search(r"\bgather\b", text)
+        assert not re.search(SCATTER, text)
+    naive = jax.jit(jax.grad(lambda tokens: jnp.sum(tokens[order.copy_of_row // K] ** 2)))
+    naive = naive.lower(tokens)
+    assert all(re.search(SCATTER, text) for text in (naive.as_text(), naive.compile().as_text()))
+
+
+def test_copies_are_summed_in_float32():
+    """In bfloat16 256 + 1 + 1 is 256."""
+    order = sort_copies(jnp.array([[0, 1, 2]], jnp.int32), 3, 0)
+    rows = jnp.array([[256.0], [1.0], [1.0]], jnp.bfloat16)
+    ones = jnp.ones((1, 3), jnp.float32)
+    assert float(combine(rows, ones, order)[0, 0]) == 258
+    grad = jax.vjp(lambda tokens: dispatch(tokens, order), jnp.ones((1, 1), jnp.bfloat16))[1](rows)
+    assert float(grad[0][0, 0]) == 258
+    assert grad[0].dtype == jnp.bfloat16
+
+
+def test_a_nan_row_reaches_only_its_own_token():
+    chosen = jnp.asarray(choices("random"))
+    tokens, weights, _ = arrays(K)
+    order = sort_copies(chosen, E, 0)
+    rows = dispatch(tokens.at[7].set(jnp.nan), order)
+    bad = np.isnan(np.asarray(combine(rows, weights, order))).all(axis=1)
+    np.testing.assert_array_equal(np.flatnonzero(bad), [7])

@@ -1,0 +1,235 @@
+"""Experts on shards: gathering, merged gating, width sharding, no token dropped, health."""
+
+import functools
+
+import jax
+import model_reference as reference
+import numpy as np
+import pytest
+import tiny_model
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from octablox.fp8 import BF16, RECIPES
+from octablox.gmm import new_health
+from octablox.mesh import AXES, map_specs, shardings
+from octablox.moe import experts
+from octablox.moe.config import MoeConfig
+from octablox.moe.dispatch import combine, dispatch, sort_copies
+from octablox.moe.experts import Experts
+
+T, D, F, E, K = 32, 64, 256, 4, 2
+RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+def config(sharding="expert", merged=True):
+    return MoeConfig(
+        num_experts=E,
+        num_experts_per_tok=K,
+        base_moe_mlp_dim=F,
+        expert_sharding=sharding,
+        merge_gating_gmm=merged,
+    )
+
+
+@functools.cache
+def weights():
+    """Gate's, up's and the experts' magnitudes differ, so that a scale at the wrong place shows."""
+    rng = np.random.default_rng(0)
+    gate_up = rng.normal(size=(E, D, 2, F)) / 8
+    gate_up[:, :, 1] /= 300
+    down = rng.normal(size=(E, F, D)) * 20
+    size = np.exp(rng.normal(size=(E, 1, 1)))
+    values = {"gate_up": gate_up * size[..., None], "down": down * size}
+    return {name: value.astype(np.float32) for name, value in values.items()}
+
+
+@functools.cache
+def tokens(load="random", seed=1):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(T, D)).astype(np.float32)
+    mix = rng.uniform(0.2, 1, (T, K)).astype(np.float32)
+    chosen = np.stack([rng.permutation(E)[:K] for _ in range(T)])
+    if load == "one expert":
+        chosen = np.full((T, K), 2)
+    elif load == "half the experts":
+        chosen = np.broadcast_to([3, 1], (T, K))
+    return x, mix, chosen.astype(np.int32)
+
+
+def program(config, recipe, mesh):
+    """(weights, x, mix, chosen, out_grad) -> out, its gradients, and counts; tokens cut by axis."""
+    specs = experts.specs(config, D)
+    partitions = map_specs(lambda spec: spec.partition_spec, specs)
+    kernel = Experts(config, recipe, jnp.dtype("float32"))
+
+    def forward(weights, x, mix, health, chosen):
+        gathered = kernel.gather(weights, health)
+        x, mix, chosen = (lax.all_gather(a, "expert", tiled=True) for a in (x, mix, chosen))
+        own = E // lax.axis_size("expert") if config.expert_sharding == "expert" else 0
+        order = sort_copies(chosen, E, lax.axis_index("expert") * own)
+        rows = kernel.apply(gathered, dispatch(x, order), order.group_sizes, health)
+        return lax.psum_scatter(combine(rows, mix, order), "expert", tiled=True)
+
+    def local(weights, x, mix, chosen, out_grad):
+        run = functools.partial(forward, chosen=chosen)
+        out, pull = jax.vjp(run, weights, x, mix, new_health())
+        grads = pull(out_grad)
+        return (out, *grads)
+
+    row = P(AXES)
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(partitions, row, row, row, row),
+            out_specs=(row, partitions, row, row, P()),
+            check_vma=True,
+        )
+    )
+
+
+def run(config, recipe=BF16, load="random", weights=weights, **axes):
+    """out, gradients of the weights, of x and of mix, and the casts' counts, by name."""
+    mesh = tiny_model.mesh(**axes)
+    x, mix, chosen = tokens(load)
+    placed = jax.device_put(weights(), shardings(experts.specs(config, D), mesh))
+    rows = jax.device_put((x, mix, chosen, tokens(seed=2)[0]), jax.NamedSharding(mesh, P(AXES)))
+    out = program(config, recipe, mesh)(placed, *rows)
+    return dict(zip(("out", "weights", "x", "mix", "health"), jax.device_get(out), strict=True))
+
+
+one_device = functools.cache(lambda recipe, merged=True: run(config(merged=merged), recipe))
+
+
+def dense(x, mix, chosen):
+    """Float64, token by token."""
+    out = np.zeros((T, D))
+    for t in range(T):
+        for e, weight in zip(chosen[t], mix[t], strict=True):
+            gate_up, down = weights()["gate_up"][e], weights()["down"][e]
+            out[t] += weight * reference.swiglu(gate_up, down, x[t].astype(np.float64))
+    return out
+
+
+def close(got, expected, bound, parts=("out", "weights", "x", "mix")):
+    a, b = ({name: values[name] for name in parts} for values in (got, expected))
+    errors = tiny_model.relative_errors(a, b)
+    assert max(errors.values()) <= bound, errors
+
+
+@pytest.mark.parametrize("load", ["random", "one expert", "half the experts"])
+@pytest.mark.parametrize(
+    ("sharding", "expert"), [("expert", 1), ("expert", 2), ("expert", 4), ("width", 4)]
+)
+def test_no_token_is_dropped(load, sharding, expert):
+    """Whatever the load; gate and up, cut by width, stay each other's partners."""
+    got = run(config(sharding), load=load, fsdp=8 // expert, expert=expert)
+    close(got, {"out": dense(*tokens(load))}, 2e-6, parts=("out",))
+    if load == "one expert":
+        unused = [0, 1, 3]
+        assert not any(w[unused].any() for w in got["weights"].values())
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_bf16_gradients_are_autodiffs(merged):
+    x, mix, chosen = (jnp.asarray(a) for a in tokens())
+
+    def plain(weights, x, mix):
+        gate_up = weights["gate_up"].transpose(2, 0, 1, 3)
+        gate, up = jnp.einsum("td,pedf->ptef", x, gate_up, precision="highest")
+        every = jnp.einsum("tef,efd->ted", jax.nn.silu(gate) * up, weights["down"])
+        share = jnp.sum(jax.nn.one_hot(chosen, E) * mix[:, :, None], axis=1)
+        return jnp.einsum("te,ted->td", share, every)
+
+    out, pull = jax.vjp(plain, weights(), x, mix)
+    names = "out", "weights", "x", "mix"
+    grads = pull(jnp.asarray(tokens(seed=2)[0]))
+    close(one_device(BF16, merged), dict(zip(names, (out, *grads), strict=True)), 2e-6)
+
+
+@RECIPE
+def test_merging_gate_and_up_changes_no_number(recipe):
+    """Not in `out`, nor in the weights' gradients; dlhs sums both halves' columns in another order.
+
+    Where a gradient's scale spans columns, dlhs quantizes over 2F columns instead of twice F.
+    """
+    merged, apart = one_device(recipe), one_device(recipe, merged=False)
+    exact = ("out", "weights", "mix")
+    assert tiny_model.differing(*({n: v[n] for n in exact} for v in (merged, apart))) == []
+    spans = recipe.dlhs_grad is not None and recipe.dlhs_grad.tile[1] is None
+    close(merged, apart, recipe.budget("dlhs") if spans else 1e-6, parts=("x",))
+    np.testing.assert_array_equal(merged["health"][0], apart["health"][0])
+
+
+@RECIPE
+def test_up_may_be_far_smaller_than_gate(recipe):
+    """One scale for both would flush up, which is 300 times smaller here."""
+    got, expected = one_device(recipe), one_device(BF16)
+    # Two GMMs in a row, and a product of two quantized values between them.
+    close(got, expected, 2 * recipe.budget("out") + 1e-12, parts=("out",))
+
+
+@RECIPE
+@pytest.mark.parametrize(
+    ("sharding", "axes"),
+    [
+        ("expert", {"fsdp": 8}),
+        ("expert", {"data": 2, "fsdp": 2, "expert": 2}),
+        ("width", {"fsdp": 4, "expert": 2}),
+    ],
+    ids=["fsdp8", "data2fsdp2EP2", "fsdp4EP2width"],
+)
+def test_forward_on_a_mesh_equals_one_device(recipe, sharding, axes):
+    """Every scale agrees with the unsharded one, whether its blocks fit a shard or not."""
+    got = run(config(sharding), recipe, **axes)
+    # A value at the middle of two 8-bit ones may be rounded the other way by the sums' order.
+    close(got, one_device(recipe), 1e-6 if sharding == "expert" else 1e-5, parts=("out",))
+    got, expected = got["health"][0], one_device(recipe)["health"][0]
+    copies = axes.get("data", 1)
+    np.testing.assert_allclose(got, expected * copies, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("fp8_full", {"fsdp": 8}),
+        ("fp8_blockwise", {"fsdp": 4, "expert": 2}),  # whose blocks are gathered first
+        ("fp8_tensorwise", {"data": 2, "fsdp": 2, "expert": 2}),
+    ],
+)
+def test_health_counts_weights(name, axes):
+    """Weights beyond 3 saturate under fixed,-3,3; tiny ones flush; zeros do not count."""
+    cast = RECIPES[name].weight.model_copy(update={"calibration": "fixed,-3,3"})
+    recipe = RECIPES[name].model_copy(update={"weight": cast})
+    values = {"gate_up": np.full((E, D, 2, F), 1.0), "down": np.full((E, F, D), 1.0)}
+    values["gate_up"][1, :10, 0, :3] = -4.0
+    values["down"][3, 7, :5] = 100.0
+    values["gate_up"][2, 5, :, :7] = 1e-6
+    values["down"][0] = 0
+    values = {key: value.astype(np.float32) for key, value in values.items()}
+    got = run(config(), recipe, weights=lambda: values, **axes)["health"][0]
+    nonzero = sum(np.count_nonzero(value) for value in values.values())
+    expected = np.array([10 * 3 + 5, 2 * 7, nonzero]) * axes.get("data", 1)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_health_counts_activations_and_gradients():
+    """Two casts of T*K rows each: x (D) and hidden (F); dout twice (dlhs, drhs) of F+F and D."""
+    health = one_device(RECIPES["fp8_full"])["health"]
+    rows = T * K
+    assert health[1, 2] == pytest.approx(rows * (D + F), rel=1e-3)
+    assert health[2, 2] == pytest.approx(2 * rows * (2 * F + D), rel=1e-3)
+    assert not health[:, 0].any()
+    np.testing.assert_array_equal(one_device(BF16)["health"], np.zeros((3, 3)))
+
+
+def test_specs_cut_width_within_gate_and_within_up():
+    by_width = experts.specs(config("width"), D)
+    assert by_width["gate_up"].partition == (None, ("fsdp",), None, "expert")
+    assert by_width["down"].partition == (None, "expert", ("fsdp",))
+    by_expert = experts.specs(config(), D)
+    assert by_expert["gate_up"].partition == ("expert", ("fsdp",), None, None)
+    assert by_expert["down"].partition == ("expert", None, ("fsdp",))
+    assert (by_expert["gate_up"].fan_in, by_expert["down"].fan_in) == (D, F)

@@ -1,0 +1,270 @@
+"""Schedules: orders, gradients equal to autodiff's, what is kept, what waits for what."""
+
+import functools
+import itertools
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from octablox.schedule import Layer, ScheduleConfig, Stage, batch_split, run_layers, sequential
+
+T, D, F, LAYERS = 8, 16, 32, 3
+ORDERS = pytest.mark.parametrize("order", [sequential, batch_split])
+NAMES = "attend", "dispatch", "experts", "combine"
+# Which stages keep their residuals.
+SAVES = {
+    "full": "",
+    "minimal": "dispatch",
+    "none": "attend dispatch experts combine",
+    "first": "attend",
+    "middle": "dispatch experts",
+    "last": "combine",
+    "apart": "attend experts",
+}
+
+
+def stages(save=""):
+    """Stages like those of a MoE layer, with integers in the carries between them."""
+
+    def attend(weights, context, x):
+        return x + jnp.tanh(x @ weights["wa"]) * context[:, None]
+
+    def dispatch(weights, context, x):
+        del weights, context
+        back = jnp.argsort(jnp.arange(T)[::-1])
+        return {"x": x, "rows": x[::-1], "back": back, "small": x.astype(jnp.float8_e4m3fn)}
+
+    def experts(weights, context, carry):
+        del context
+        h = jax.nn.silu(carry["rows"] @ weights["gate"]) * (carry["rows"] @ weights["up"])
+        return {"x": carry["x"], "rows": h @ weights["down"], "back": carry["back"]}
+
+    def combine(weights, context, carry):
+        del weights, context
+        return carry["x"] + carry["rows"][carry["back"]]
+
+    kinds = ("wa",), (), ("gate", "up", "down"), ()
+    chains = "compute", "communication", "compute", "communication"
+    functions = attend, dispatch, experts, combine
+    return tuple(
+        Stage(name, fn, weights, chain, save=name in save.split())
+        for name, fn, weights, chain in zip(NAMES, functions, kinds, chains, strict=True)
+    )
+
+
+@functools.cache
+def data(micro_batches=2):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 4, jnp.float32)  # noqa: E731
+    shapes = {"gate": (D, F), "up": (D, F), "down": (F, D), "wa": (D, D), "unused": (D, 3)}
+    weights = {name: draw(LAYERS, *shape) for name, shape in shapes.items()}
+    xs = [draw(T, D) * 4 for _ in range(micro_batches)]
+    contexts = [jnp.arange(T, dtype=jnp.float32) + m for m in range(micro_batches)]
+    return weights, xs, contexts
+
+
+def scheduled(order, save, micro_batches=2):
+    """(weights, xs) -> a scalar, through `run_layers`."""
+    _, _, contexts = data(micro_batches)
+    layer = Layer(stages(save), lambda shards: shards, order(4, micro_batches))
+
+    def total(weights, xs):
+        return sum(jnp.sum(x**2) for x in run_layers(layer, weights, contexts, xs))
+
+    return total
+
+
+def plain(micro_batches=2):
+    """The same without a schedule."""
+    _, _, contexts = data(micro_batches)
+
+    def total(weights, xs):
+        def one(x, context):
+            for n in range(LAYERS):
+                for stage in stages():
+                    x = stage.fn({k: w[n] for k, w in weights.items()}, context, x)
+            return jnp.sum(x**2)
+
+        return sum(map(one, xs, contexts))
+
+    return total
+
+
+@functools.cache
+def value_and_grads(order, save="", micro_batches=2):
+    total = plain(micro_batches) if order is None else scheduled(order, save, micro_batches)
+    weights, xs, _ = data(micro_batches)
+    return jax.device_get(jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(weights, xs))
+
+
+@ORDERS
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+def test_gradients_equal_autodiffs(order, save):
+    got, expected = value_and_grads(order, save), value_and_grads(None)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), got, expected)
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+def test_orders_give_the_same_bits(save):
+    got, expected = value_and_grads(batch_split, save), value_and_grads(sequential, save)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_any_number_of_micro_batches(micro_batches):
+    save = SAVES["minimal"]
+    got = value_and_grads(batch_split, save, micro_batches)
+    jax.tree.map(
+        np.testing.assert_array_equal, got, value_and_grads(sequential, save, micro_batches)
+    )
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5),
+        got,
+        value_and_grads(None, micro_batches=micro_batches),
+    )
+
+
+def test_weights_that_no_stage_reads_have_zero_gradients():
+    grads = value_and_grads(batch_split, SAVES["minimal"])[1][0]
+    np.testing.assert_array_equal(grads["unused"], np.zeros((LAYERS, D, 3)))
+    assert all(np.abs(grads[name]).max() > 0 for name in ("gate", "up", "down", "wa"))
+
+
+def kept_shapes(order, save):
+    """Shapes of all that the backward pass gets of the forward pass, less its own arguments."""
+    weights, xs, contexts = data()
+    pull = lambda weights, xs: jax.vjp(scheduled(order, save), weights, xs)[1]  # noqa: E731
+    shapes = [v.aval.shape for v in jax.make_jaxpr(pull)(weights, xs).jaxpr.outvars]
+    for a in (*jax.tree.leaves(weights), *contexts):
+        if a.shape in shapes:
+            shapes.remove(a.shape)
+    return [shape for shape in shapes if shape and shape[0] == LAYERS]
+
+
+@ORDERS
+def test_what_each_policy_keeps(order):
+    """Per micro-batch and layer; nothing of the size of a weight ever."""
+    full, minimal, none = (kept_shapes(order, SAVES[save]) for save in ("full", "minimal", "none"))
+    assert full == [(LAYERS, T, D)] * 2
+    # The layer's input, and dispatch's outputs: x, rows and the 8-bit copy; its indices, twice.
+    assert minimal.count((LAYERS, T, D)) == 2 + 3 * 2
+    assert set(minimal) == {(LAYERS, T, D), (LAYERS, T)}
+    assert not {(LAYERS, D, F), (LAYERS, F, D), (LAYERS, D, D)} & set(none)
+    assert none.count((LAYERS, T, F)) > 0
+
+
+def gathered(order, save):
+    """A layer whose weights are opened from shards by some arithmetic."""
+    _, _, contexts = data()
+    open_weights = lambda shards: {name: jnp.sin(w) for name, w in shards.items()}  # noqa: E731
+    layer = Layer(stages(save), open_weights, order(4, 2))
+    return lambda weights, xs: sum(jnp.sum(x**2) for x in run_layers(layer, weights, contexts, xs))
+
+
+@pytest.mark.parametrize("save", ["", SAVES["none"]], ids=["full", "none"])
+def test_opened_weights_are_not_kept_and_are_differentiated_through(save):
+    weights, xs, _ = data()
+    total = gathered(batch_split, save)
+    pull = jax.make_jaxpr(lambda weights, xs: jax.vjp(total, weights, xs)[1])(weights, xs)
+    shapes = [v.aval.shape for v in pull.jaxpr.outvars]
+    assert shapes.count((LAYERS, D, F)) == 2 and shapes.count((LAYERS, F, D)) == 1  # the shards
+    opened = {name: jnp.sin(w) for name, w in weights.items()}
+    _, expected = jax.value_and_grad(plain())(opened, xs)
+    got = jax.jit(jax.grad(total))(weights, xs)
+    for name, w in weights.items():
+        chain = expected[name] * jnp.cos(w)
+        np.testing.assert_allclose(got[name], chain, rtol=2e-5, atol=1e-5, err_msg=name)
+
+
+def computed_stages(save, order=batch_split):
+    """How often each stage's mark stands in the lowered value-and-gradient."""
+    weights, xs, contexts = data()
+
+    def marked(stage):
+        def fn(weights, context, carry):
+            with jax.named_scope(f"stage_{stage.name}"):
+                out = stage.fn(weights, context, carry)
+                return out | {"x": jnp.sin(out["x"])} if isinstance(out, dict) else jnp.sin(out)
+
+        return Stage(stage.name, fn, stage.weights, stage.chain, save=stage.save)
+
+    layer = Layer(tuple(map(marked, stages(save))), lambda shards: shards, order(4, 2))
+    total = lambda weights, xs: sum(  # noqa: E731
+        jnp.sum(x**2) for x in run_layers(layer, weights, contexts, xs)
+    )
+    jaxpr = jax.make_jaxpr(jax.grad(total))(weights, xs)
+    text = jaxpr.pretty_print(name_stack=True)
+    sines = [line for line in text.splitlines() if re.search(r"= sin\b", line)]
+    return [sum(f"stage_{name}" in line for line in sines) for name in NAMES]
+
+
+def test_what_runs_twice():
+    """Times that a stage runs for two micro-batches: forward, and again where it was not kept."""
+    assert computed_stages(SAVES["none"]) == [2, 2, 2, 2]
+    assert computed_stages(SAVES["minimal"]) == [4, 2, 4, 4]
+    assert computed_stages(SAVES["full"]) == [4, 4, 4, 4]
+
+
+def test_orders():
+    assert sequential(3, 2) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert batch_split(3, 2) == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+
+
+def barriers(order, save):
+    weights, xs, _ = data()
+    text = jax.jit(jax.grad(scheduled(order, save))).lower(weights, xs).as_text()
+    return text.count("stablehlo.optimization_barrier")
+
+
+@ORDERS
+def test_every_entry_waits_for_the_one_before_in_its_chain(order):
+    """A barrier for each of 4 stages x 2 micro-batches: forward, run again, backward."""
+    assert barriers(order, SAVES["none"]) == 8 + 8
+    assert barriers(order, SAVES["minimal"]) == 8 + 6 + 8
+    assert barriers(order, SAVES["full"]) == 8 + 8 + 8
+
+
+def test_a_barrier_holds_the_entry_before_of_its_own_chain():
+    """Forward: which stage's output each barrier's inputs come from."""
+    trace = []
+
+    def spying(name):
+        def fn(weights, context, carry):
+            del weights
+            trace.append((name, context))
+            return carry + 1
+
+        return fn
+
+    chains = {"a": "compute", "b": "communication", "c": "compute"}
+    layer = Layer(
+        tuple(Stage(name, spying(name), (), chain) for name, chain in chains.items()),
+        lambda shards: {},
+        batch_split(3, 2),
+    )
+    run = lambda xs: run_layers(layer, jnp.zeros(1), ["0", "1"], xs)  # noqa: E731
+    with pytest.raises(TypeError):
+        run([0.0, 1.0])  # contexts are arrays
+    contexts = [jnp.zeros(()), jnp.ones(())]
+    jaxpr = jax.make_jaxpr(lambda xs: run_layers(layer, jnp.zeros(1), contexts, xs))([0.0, 1.0])
+    body = str(jaxpr)
+    sizes = [
+        len(line.split("optimization_barrier")[1].split())
+        for line in body.splitlines()
+        if "optimization_barrier" in line
+    ]
+    # a0 has nothing before it, a1 waits for a0; b0 for nothing, b1 for b0; c0 for a1, c1 for c0.
+    assert sizes == [1, 2, 1, 2, 2, 2]
+
+
+def test_micro_batches_of_a_config():
+    cases = {(False, 0): 1, (True, 0): 2, (True, 4): 4, (False, 2): 2}
+    for (split, factor), expected in cases.items():
+        config = ScheduleConfig(use_batch_split_schedule=split, batch_split_factor=factor)
+        assert config.micro_batches == expected
+        order = config.order(3)
+        assert sorted(order) == list(itertools.product(range(expected), range(3)))
+        assert order == (batch_split if split else sequential)(3, expected)
