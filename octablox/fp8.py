@@ -385,7 +385,7 @@ def quantize(
         total = jnp.square(amax) * math.prod(tile)
         amax = jnp.sqrt(_mean(total, tile, counted, spanned))
     scale, _ = qwix_core.compute_scale_zero_point({"absmax": amax}, cast.dtype)
-    return qwix_core.quantize_with_scale_zero_point(x, cast.dtype, _safe_scale(scale, cast), None)
+    return _scaled_down(x, _safe_scale(scale, cast), cast.dtype)
 
 
 def quantize_weight(
@@ -432,9 +432,7 @@ def quantize_weight(
     else:
         amax = _pmax(jnp.max(jnp.abs(blocks), (2, 4)), spanned) * number
     scale = _safe_scale(amax / _scale_bound(cast.dtype), cast)
-    # This broadcast, unlike one over `blocks`, leaves XLA:CPU a loop that it vectorizes.
-    q = qwix_core.call_with_generic_broadcast(jnp.divide, w, scale)
-    return QArray(qwix_core.numerics.convert_to(q, cast.dtype), scale, None, cast.dtype)
+    return _scaled_down(w, scale, cast.dtype)
 
 
 def shards_hold_whole_blocks(shard_size: int, block: int | None) -> bool:
@@ -525,6 +523,41 @@ def _safe_scale(scale, cast):
         return scale
     mantissa, exponent = jnp.frexp(scale)
     return jnp.ldexp(jnp.float32(1), exponent - (mantissa == 0.5))
+
+
+def _scaled_down(x, scale, dtype) -> QArray:
+    """`x / scale` in 8 bits."""
+    # qwix's broadcast, unlike one over blocks, leaves XLA:CPU a loop that it vectorizes.
+    y = qwix_core.call_with_generic_broadcast(jnp.divide, x, scale)
+    convert = functools.partial(qwix_core.numerics.convert_to, qtype=dtype)
+    if dtype == "int8":
+        return QArray(convert(y), scale, None, dtype)
+    value = lax.platform_dependent(
+        y, cpu=functools.partial(_float8_by_bits, dtype=dtype), default=convert
+    )
+    return QArray(value, scale, None, dtype)
+
+
+def _float8_by_bits(y, dtype):
+    """The saturating cast of float32 `y`, to the bit what XLA's is, in integer operations.
+
+    XLA:CPU does not vectorize its own conversion: this one is 3.5 times as fast.
+    """
+    info = jnp.finfo(dtype)
+    bias, dropped = 1 - int(info.minexp), 23 - info.nmant
+    as_int = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint32)
+    bits = as_int(y)
+    magnitude = bits & 0x7FFFFFFF
+    kept = jnp.minimum(magnitude, as_int(jnp.float32(info.max)))
+    # Round to nearest, ties to even: half of the dropped part, less one where the kept is even.
+    normal = (kept + (1 << dropped - 1) - 1 + ((kept >> dropped) & 1)) >> dropped
+    normal -= (127 - bias) << info.nmant
+    # A float of this magnitude holds the smallest subnormal in its last bit.
+    unit = jnp.float32(2.0 ** (24 - bias - info.nmant))
+    subnormal = as_int(jnp.abs(y) + unit) - as_int(unit)
+    code = jnp.where(jnp.abs(y) < info.smallest_normal.astype(jnp.float32), subnormal, normal)
+    code = jnp.where(jnp.isnan(y), jnp.uint32(0x7F), code) | (bits >> 24) & 0x80
+    return lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.dtype(dtype))
 
 
 @functools.cache

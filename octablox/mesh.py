@@ -91,10 +91,10 @@ class ParamSpec:
         )
 
 
-def weight(*shape: int, gather_dim: int = 0, fan_in_dim: int = 0) -> ParamSpec:
-    """A weight that all tokens use: cut along `gather_dim`."""
+def weight(*shape: int, gather_dim: int = 0) -> ParamSpec:
+    """A weight that all tokens use: cut along `gather_dim`; its first dim is contracted."""
     partition = tuple(ALL_SHARDS if dim == gather_dim else None for dim in range(len(shape)))
-    return ParamSpec(shape, partition, gather_dim, fan_in=shape[fan_in_dim])
+    return ParamSpec(shape, partition, gather_dim, fan_in=shape[0])
 
 
 def norm_weight(size: int) -> ParamSpec:

@@ -62,6 +62,22 @@ def test_casts_saturate(dtype, beyond):
         )
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_cast_is_that_of_qwix_to_the_bit(dtype):
+    # Every sign, exponent and leading 12 bits of mantissa, with what rounds down, ties, rounds up.
+    leading = np.arange(2**20, dtype=np.uint32) << 12
+    cast = Cast(dtype=dtype, tile=(None, None), calibration=FIXED_ONE[dtype])
+    for last in (0, 1, 0xFFF):
+        y = (leading | last).view(np.float32)[None]
+        expected = jax.jit(qwix.quantize, static_argnames=("qtype", "calibration_method"))(
+            y, qtype=dtype, calibration_method=cast.calibration
+        )
+        got = act(y, cast)
+        np.testing.assert_array_equal(values(got), values(expected))
+        signs = np.signbit(values(got)) == np.signbit(values(expected))
+        assert signs[~np.isnan(y)].all()
+
+
 @pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("tile", [(1, None), (None, None), (1, 2), (2, 2)])
 def test_scale_of_zeros_is_one(dtype, tile):

@@ -12,7 +12,7 @@ import reference
 from jax import numpy as jnp
 
 from octablox import kernels
-from octablox.kernels import Scaled, ragged_dot, xla
+from octablox.kernels import Scaled, pallas_tpu_interpret, ragged_dot, xla
 
 E = 4  # experts held here
 
@@ -25,8 +25,12 @@ class Backend:
     groups: int
 
 
-# A new backend is one line here.
-BACKENDS = {"xla": Backend(xla, 6), "ragged_dot": Backend(ragged_dot, E)}
+# A new backend is one line here. The interpreter is slow: test_pallas_tpu.py has its fast cases.
+BACKENDS = {
+    "xla": Backend(xla, 6),
+    "ragged_dot": Backend(ragged_dot, E),
+    "pallas_tpu": pytest.param(Backend(pallas_tpu_interpret, 6), marks=pytest.mark.slow),
+}
 
 F32, BF16, INT8 = np.float32, ml_dtypes.bfloat16, np.int8
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -198,6 +202,6 @@ def test_auto_takes_the_first_that_supports_the_call(monkeypatch):
 
 def test_unknown_backend():
     with pytest.raises(
-        ValueError, match=r"expected auto or one of \['ragged_dot', 'xla'\], got 'x'"
+        ValueError, match=r"expected auto or one of .*'pallas_tpu', .*'xla'\], got 'x'"
     ):
         call("gmm", "x", 4)

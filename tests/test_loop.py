@@ -5,9 +5,9 @@ import math
 import struct
 
 import pytest
+from training_runs import checkpoint_steps, losses, rows, train
 
 from octablox import cli, config
-from training_runs import checkpoint_steps, losses, rows, train
 
 TRAIN_KEYS = {
     *("step", "kind", "loss", "mtp_loss", "learning_rate", "grad_norm", "tokens", "step_seconds"),

@@ -29,7 +29,7 @@ from octablox.mesh import (
 SPECS = {
     "a": weight(64, 48),
     "b": weight(64, 48),
-    "stack": weight(64, 32, gather_dim=1, fan_in_dim=1).stacked(3),
+    "stack": weight(64, 32, gather_dim=1).stacked(3),
     "experts": ParamSpec((8, 16, 2, 12), ("expert", ("fsdp",), None, None), 1, fan_in=16),
     "norm": norm_weight(64),
     "bias": ParamSpec((8,), (None,), init="zeros"),

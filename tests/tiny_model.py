@@ -14,6 +14,8 @@ from octablox.mesh import AXES, batch_partition, init_params, make_mesh, map_spe
 from octablox.model import transformer
 from octablox.train.step import settings_of
 
+# Compiles in half the time; for what need not run as it is shipped.
+QUICK = {"xla_backend_optimization_level": 0}
 SIZES = {
     "model_name": "tiny",
     "vocab_size": 64,

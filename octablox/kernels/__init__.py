@@ -4,13 +4,18 @@ from types import ModuleType
 
 import jax
 
-from octablox.kernels import ragged_dot, xla
+from octablox.kernels import pallas_tpu, pallas_tpu_interpret, ragged_dot, xla
 from octablox.kernels.contract import Product, Scaled, Unsupported, group_bounds, vary_like
 
 __all__ = ["BACKENDS", "Product", "Scaled", "Unsupported", "group_bounds", "run", "vary_like"]
 
-# In order of preference of `auto`.
-BACKENDS: dict[str, ModuleType] = {"xla": xla, "ragged_dot": ragged_dot}
+# In order of preference of `auto`; the interpreter comes after one that refuses nothing.
+BACKENDS: dict[str, ModuleType] = {
+    "pallas_tpu": pallas_tpu,
+    "xla": xla,
+    "ragged_dot": ragged_dot,
+    "pallas_tpu_interpret": pallas_tpu_interpret,
+}
 
 
 def run(product: Product, backend: str, *operands: Scaled | jax.Array, **settings) -> jax.Array:

@@ -7,15 +7,15 @@ they are; others are padded with zeros. Scales take the layout that costs a kern
 import contextlib
 import contextvars
 import math
+from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 
 from octablox.kernels import pallas_tpu_gmm, pallas_tpu_tgmm
 from octablox.kernels.contract import Scaled, Unsupported, manual_axes, vary_like
 from octablox.kernels.pallas_tpu_rows import BLOCK, LANES, to_lanes
-from octablox.kernels.tiles import Chip, Gmm, GmmTiles, Tgmm, TgmmTiles, chip_of, choose
+from octablox.kernels.tiles import CHIPS, Chip, Gmm, GmmTiles, Tgmm, TgmmTiles, chip_of, choose
 
 name = "pallas_tpu"
 
@@ -50,41 +50,112 @@ def gmm(
     interpret=False,
 ):
     """Grouped matmul, see `contract.Backend.gmm`."""
+    m, n = lhs.value.shape[0], rhs.value.shape[1 if transpose_rhs else 2]
+    (out,) = _gmm(
+        *(lhs, rhs, group_sizes, group_offset),
+        transpose_rhs=transpose_rhs,
+        out_dtype=out_dtype,
+        tiles=tiles,
+        interpret=interpret,
+    )
+    return out[:m, :n]
+
+
+def gated_gmm(
+    lhs,
+    rhs,
+    group_sizes,
+    group_offset,
+    *,
+    out_dtype,
+    row_weight=None,
+    save=False,
+    tiles: GmmTiles | None = None,
+    interpret=False,
+) -> list[jax.Array]:
+    """`silu(gate) * up` of gate, up = lhs @ rhs, without a round trip through HBM between.
+
+    Args:
+      lhs: [M, K].
+      rhs: [E, K, 2F]: gate and up side by side; F is a multiple of 128.
+      group_sizes: int [G].
+      group_offset: int [], the group of `rhs[0]`.
+      out_dtype: of all results.
+      row_weight: float32 [M]; multiplies the rows of the first result.
+      save: also return gate and up, which the backward pass needs.
+      tiles: instead of the chosen ones.
+      interpret: False, or `pltpu.InterpretParams`.
+
+    Returns:
+      [out] or [out, gate, up], each [M, F] and exactly zero in rows of no local group.
+    """
+    if rhs.value.shape[2] % (2 * LANES):
+        reason = f"expected 2F columns with F a multiple of {LANES}, got {rhs.value.shape[2]}"
+        raise Unsupported(name, "rhs", reason)
+    outs = _gmm(
+        *(lhs, rhs, group_sizes, group_offset),
+        transpose_rhs=False,
+        out_dtype=out_dtype,
+        gated=True,
+        save=save,
+        row_weight=row_weight,
+        tiles=tiles,
+        interpret=interpret,
+    )
+    return [out[: lhs.value.shape[0]] for out in outs]
+
+
+def _gmm(
+    lhs,
+    rhs,
+    group_sizes,
+    group_offset,
+    *,
+    transpose_rhs,
+    out_dtype,
+    gated=False,
+    save=False,
+    row_weight=None,
+    tiles,
+    interpret,
+) -> list[jax.Array]:
+    """The kernel's results [M, N] or [M, F], padded to whole blocks and lanes."""
     chip = _chip(interpret)
     _refuse_types(lhs, rhs, out_dtype)
-    m, k = lhs.value.shape
+    (m, k), parts = lhs.value.shape, 2 if gated else 1
     experts, n = rhs.value.shape[0], rhs.value.shape[1 if transpose_rhs else 2]
+    outputs = 3 if save else 1
     if 0 in (m, k, n, experts):
-        return jnp.zeros((m, n), out_dtype)
+        return [jnp.zeros((m, n // parts), out_dtype)] * outputs
     lhs, rhs, sizes, offset = _vary(lhs, rhs, group_sizes, group_offset)
+    lhs, rhs = _with_coarse_scales(lhs, 1), _with_coarse_scales(rhs, 2 if transpose_rhs else 1)
     operands = _gmm_values(lhs, rhs, transpose_rhs)
     rows, (width, columns) = operands["lhs"].shape[0] * BLOCK, _padded_matrix(k, n)
-    k_block = _k_block(lhs, rhs, transpose_rhs)
+    columns, k_blocks = columns // parts, _k_blocks(lhs, rhs, transpose_rhs)
     call = Gmm(
-        chip.name,
-        rows,
-        width,
-        columns,
-        experts,
+        *(chip.name, rows, width, columns, experts),
         *_names(lhs.value, rhs.value, out_dtype),
-        k_blocks=width // k_block if k_block else 1,
+        parts=parts,
+        outputs=outputs,
+        k_blocks=k_blocks,
         product="dlhs" if transpose_rhs else "gmm",
     )
     tiles = tiles or _choose(call)
     operands |= _gmm_scales(lhs, rhs, transpose_rhs, tiles)
+    if row_weight is not None:
+        operands["row_weight"] = to_lanes(row_weight.astype(jnp.float32))
     plan = pallas_tpu_gmm.Plan(
-        tiles,
-        rows,
-        columns,
-        experts,
-        jnp.dtype(out_dtype),
+        *(tiles, rows, columns, experts, jnp.dtype(out_dtype)),
         transpose_rhs=transpose_rhs,
-        k_block=k_block,
+        gated=gated,
+        save=save,
+        k_block=k // k_blocks if k_blocks > 1 else None,
+        k_blocks=k_blocks,
         vmem_bytes=chip.vmem,
     )
     out_type = _out_type(*operands.values(), sizes, offset)
-    (out,) = pallas_tpu_gmm.call(plan, operands, sizes, offset, out_type, interpret)
-    return out.reshape(rows, columns)[:m, :n]
+    outs = pallas_tpu_gmm.call(plan, operands, sizes, offset, out_type, interpret)
+    return [out.reshape(rows, columns) for out in outs]
 
 
 def tgmm(
@@ -131,9 +202,7 @@ def tgmm(
 def _chip(interpret) -> Chip:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = _target.get() or (device.device_kind if device else jax.devices()[0].device_kind)
-    chip = chip_of(kind)
-    if chip is None and interpret:
-        return chip_of("tpu7x")
+    chip = chip_of(kind) or (CHIPS["tpu7x"] if interpret else None)
     if chip is None:
         raise Unsupported(name, "platform", f"expected a TPU v5e, v5p, v6e or 7x, got {kind}")
     return chip
@@ -154,7 +223,7 @@ def _names(lhs, rhs, out_dtype) -> tuple[str, str, str]:
     return lhs.dtype.name, rhs.dtype.name, jnp.dtype(out_dtype).name
 
 
-def _choose(call: Gmm | Tgmm) -> GmmTiles | TgmmTiles:
+def _choose(call: Gmm | Tgmm) -> Any:
     try:
         return choose(call)
     except ValueError as error:
@@ -201,23 +270,33 @@ def _gmm_values(lhs, rhs, transpose_rhs):
     }
 
 
-def _k_block(lhs, rhs, transpose_rhs) -> int | None:
-    """Elements along K that share their scales, where a scale varies along K."""
-    k = lhs.value.shape[1]
-    counts = [1]
-    if lhs.scale is not None:
-        counts.append(lhs.scale.shape[1])
-    if rhs.scale is not None:
-        counts.append(rhs.scale.shape[2 if transpose_rhs else 1])
-    blocks = math.lcm(*counts)
-    return k // blocks if blocks > 1 else None
+def _k_blocks(lhs, rhs, transpose_rhs) -> int:
+    """How many blocks of K have scales of their own."""
+    lhs_count = 1 if lhs.scale is None else lhs.scale.shape[1]
+    rhs_count = 1 if rhs.scale is None else rhs.scale.shape[2 if transpose_rhs else 1]
+    return math.lcm(lhs_count, rhs_count)
+
+
+def _with_coarse_scales(a: Scaled, contracted: int) -> Scaled:
+    """The operand in float32 if a scale serves fewer than 32 elements along K: no recipe's does."""
+    size = a.value.shape[contracted]
+    if a.scale is None or a.scale.shape[contracted] == 1:
+        return a
+    return a if size // a.scale.shape[contracted] >= 32 else Scaled(_dequantized(a))
+
+
+def _dequantized(a: Scaled) -> jax.Array:
+    scale = a.scale
+    for dim, size in enumerate(a.value.shape):
+        scale = _repeat(scale, dim, size)
+    return a.value.astype(jnp.float32) * scale
 
 
 def _gmm_scales(lhs, rhs, transpose_rhs, tiles):
     """The scales in the forms of `pallas_tpu_gmm.PLACES`."""
-    (m, k), experts = lhs.value.shape, rhs.value.shape[0]
+    m, experts = lhs.value.shape[0], rhs.value.shape[0]
     n = rhs.value.shape[1 if transpose_rhs else 2]
-    k_block = _k_block(lhs, rhs, transpose_rhs)
+    k_blocks = _k_blocks(lhs, rhs, transpose_rhs)
     scales = {}
     if lhs.scale is not None:
         if lhs.scale.shape == (1, 1):
@@ -225,7 +304,7 @@ def _gmm_scales(lhs, rhs, transpose_rhs, tiles):
         elif lhs.scale.shape[1] == 1:
             scales["row_scale"] = to_lanes(_repeat(lhs.scale, 0, m).reshape(m))
         else:
-            blocks = _repeat(_repeat(lhs.scale, 0, m), 1, k // k_block)
+            blocks = _repeat(_repeat(lhs.scale, 0, m), 1, k_blocks)
             scales["lhs_blocks"] = _row_blocks(_pad(blocks, (m + -m % BLOCK, blocks.shape[1])))
     if rhs.scale is None:
         return scales
@@ -237,7 +316,7 @@ def _gmm_scales(lhs, rhs, transpose_rhs, tiles):
         scale = _pad_last(_repeat(_per_expert(scale, experts), 2, n), columns)
         scales["column_scale"] = scale.reshape(scale.shape[0], -1, 1, tiles.columns)
     else:
-        scale = _repeat(_repeat(_repeat(scale, 0, experts), 1, k // k_block), 2, n)
+        scale = _repeat(_repeat(_repeat(scale, 0, experts), 1, k_blocks), 2, n)
         scales["rhs_blocks"] = _pad_last(scale, columns)
     return scales
 
@@ -262,11 +341,7 @@ def _tgmm_scales(lhs, rhs, columns, tiles):
 
 def _without_row_scales(a: Scaled) -> Scaled:
     """The operand in float32 if its scale varies along the rows that tgmm sums over."""
-    if a.scale is None or a.scale.shape[0] == 1:
-        return a
-    m, width = a.value.shape
-    scale = _repeat(_repeat(a.scale, 0, m), 1, width)
-    return Scaled(a.value.astype(jnp.float32) * scale)
+    return a if a.scale is None or a.scale.shape[0] == 1 else Scaled(_dequantized(a))
 
 
 def _per_expert(scale, experts):

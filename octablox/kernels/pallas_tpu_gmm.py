@@ -1,9 +1,9 @@
 """The TPU kernel of `out[M, N] = lhs[M, K] @ rhs[E, K, N]` by groups: forward, dlhs and gated.
 
-A step multiplies one tile of rows with the whole K of its group's matrix: `[rows, K] @ [K, columns]`
-in one straight piece of code, thousands of cycles long, because entering and leaving such a piece
-costs the matrix unit about 270 cycles, and an accumulator kept across steps costs more. Scales are
-applied once to the finished product, or where they vary along K to each block's partial product.
+A step multiplies one tile of rows with the whole K of its group's matrix, `[rows, K] @
+[K, columns]`, in one straight piece of code, thousands of cycles long: to enter and leave such a
+piece costs the matrix unit about 270 cycles, and to keep an accumulator across steps costs more.
+Scales are applied once to the finished product, or where they vary along K to each block's part.
 
 Rows are independent here, so a tile computes on whatever rows lie in it, garbage among them, and
 only the store selects: a step writes the row blocks that it completes, and hands the block that
@@ -32,6 +32,7 @@ class Plan:
 
     Attributes:
       k_block: elements along K that share a scale; None where no scale varies along K.
+      k_blocks: how many such blocks there are; K is zero past them.
       save: also return gate and up, for the backward pass.
     """
 
@@ -44,6 +45,7 @@ class Plan:
     gated: bool = False
     save: bool = False
     k_block: int | None = None
+    k_blocks: int = 1
     vmem_bytes: int = 0
 
     @property
@@ -175,7 +177,7 @@ def _specs(plan, names, first, group):
     specs = []
     for name in names:
         if name in ("lhs", "lhs_blocks"):
-            width = plan_width(plan, name)
+            width = _width(plan, name)
             specs.append((name, pl.BlockSpec((block, BLOCK, width), by_row)))
             continue
         for part in range(plan.parts):
@@ -183,16 +185,15 @@ def _specs(plan, names, first, group):
                 shape = (None, tile, plan.tiles.contracted)
                 index = lambda j, s: (group[s], j, 0)  # noqa: E731
             else:
-                shape = (None, plan_width(plan, name), tile)
+                shape = (None, _width(plan, name), tile)
                 index = lambda j, s, part=part: (group[s], 0, part * column_tiles + j)  # noqa: E731
             specs.append((name, pl.BlockSpec(shape, index)))
     return specs
 
 
-def plan_width(plan: Plan, name: str) -> int:
+def _width(plan: Plan, name: str) -> int:
     """Elements along K of an operand, or of its scales."""
-    k = plan.tiles.contracted
-    return k // plan.k_block if plan.k_block and name.endswith("_blocks") else k
+    return plan.k_blocks if name.endswith("_blocks") else plan.tiles.contracted
 
 
 def _out_spec(plan, first, store_end):
@@ -291,7 +292,7 @@ def _product(plan, tiles, scratch, block, begin, end, part):
 def _by_blocks(plan, tiles, lhs, rhs, begin, end, part):
     """The product where a scale varies along K: block by block, each with its scales."""
     total = None
-    for i in range(plan.tiles.contracted // plan.k_block):
+    for i in range(plan.k_blocks):
         at = slice(i * plan.k_block, (i + 1) * plan.k_block)
         if plan.transpose_rhs:
             out = rows_.dot(lhs[:, at], rhs[:, at], (1, 1))

@@ -20,6 +20,11 @@ LANES = 128
 # pipelined step adds to it: semaphores, DMA descriptors, the block shared with the next group.
 FILL_AND_DRAIN = 300
 STEP = {"gmm": 370, "tgmm": 520}
+# The matrix unit takes a new weight no more often than every so many rows.
+PUSH = 128
+# Longer pieces of code gain little, and are compiled, kept and fetched: limits of one, and of all.
+PIECE_CYCLES = 20_000
+CODE_CYCLES = 64_000
 
 Product = Literal["gmm", "dlhs", "tgmm"]
 
@@ -150,13 +155,13 @@ class Tgmm:
     out: str
 
 
-_overrides: contextvars.ContextVar[dict] = contextvars.ContextVar("tile_overrides", default={})
+_overrides: contextvars.ContextVar[dict | None] = contextvars.ContextVar("tiles", default=None)
 
 
 @contextlib.contextmanager
 def override(**tiles: GmmTiles | TgmmTiles) -> Iterator[None]:
     """Fixes the tiles of the products named `gmm`, `dlhs` or `tgmm` for what is traced inside."""
-    token = _overrides.set({**_overrides.get(), **tiles})
+    token = _overrides.set({**(_overrides.get() or {}), **tiles})
     try:
         yield
     finally:
@@ -166,7 +171,7 @@ def override(**tiles: GmmTiles | TgmmTiles) -> Iterator[None]:
 def choose(call: Gmm | Tgmm) -> GmmTiles | TgmmTiles:
     """The tiles to use: the override of the product, or the first of `ranked`."""
     product = call.product if isinstance(call, Gmm) else "tgmm"
-    fixed = _overrides.get().get(product)
+    fixed = (_overrides.get() or {}).get(product)
     return fixed or ranked(call)[0]
 
 
@@ -177,15 +182,17 @@ def ranked(call: Gmm | Tgmm) -> Sequence[GmmTiles | TgmmTiles]:
     Raises:
       ValueError: nothing fits.
     """
-    candidates, cost, size = (
-        (_gmm_candidates, gmm_cycles, gmm_vmem)
-        if isinstance(call, Gmm)
-        else (_tgmm_candidates, tgmm_cycles, tgmm_vmem)
-    )
-    fitting = [t for t in candidates(call) if size(call, t) <= CHIPS[call.chip].vmem]
+    vmem = CHIPS[call.chip].vmem
+    fitting: list[tuple[float, GmmTiles | TgmmTiles]]
+    if isinstance(call, Gmm):
+        gmms = (t for t in _gmm_candidates(call) if gmm_vmem(call, t) <= vmem)
+        fitting = [(gmm_cycles(call, t), t) for t in gmms]
+    else:
+        tgmms = (t for t in _tgmm_candidates(call) if tgmm_vmem(call, t) <= vmem)
+        fitting = [(tgmm_cycles(call, t), t) for t in tgmms]
     if not fitting:
-        raise ValueError(f"no tile fits into {CHIPS[call.chip].vmem >> 20} MiB of VMEM for {call}")
-    return sorted(fitting, key=lambda t: cost(call, t))
+        raise ValueError(f"no tile fits into {vmem >> 20} MiB of VMEM for {call}")
+    return [tiles for _, tiles in sorted(fitting, key=lambda pair: pair[0])]
 
 
 def gmm_vmem(call: Gmm, tiles: GmmTiles) -> int:
@@ -214,16 +221,22 @@ def gmm_cycles(call: Gmm, tiles: GmmTiles) -> float:
     """Modelled cycles of one call on groups of random sizes about their mean."""
     chip = CHIPS[call.chip]
     columns = call.parts * tiles.columns
-    rate = chip.macs[chip.kind(call.lhs, call.rhs)]
-    contracted = call.k_blocks * _up(call.k // call.k_blocks, chip.side)
-    matrix = contracted * _up(columns, chip.side) / rate  # cycles a row
+    matrix = _gmm_row_cycles(call, tiles.columns)
     weight = call.k * columns * _bytes(call.rhs)
     row = call.k * _bytes(call.lhs) + call.outputs * tiles.columns * _bytes(call.out)
     total = 0.0
     for steps in _group_samples(call, tiles):
-        compute = sum(b * matrix + FILL_AND_DRAIN + STEP["gmm"] for b in steps)
+        compute = sum(max(b, PUSH) * matrix + FILL_AND_DRAIN + STEP["gmm"] for b in steps)
         total += max(compute, (weight + row * sum(steps)) / chip.hbm)
     return total / len(SPREAD) * call.experts * (call.columns // tiles.columns)
+
+
+def _gmm_row_cycles(call: Gmm, columns: int) -> float:
+    """Cycles of the matrix unit for one row of a step."""
+    chip = CHIPS[call.chip]
+    contracted = call.k_blocks * _up(call.k // call.k_blocks, chip.side)
+    rate = chip.macs[chip.kind(call.lhs, call.rhs)]
+    return contracted * _up(call.parts * columns, chip.side) / rate
 
 
 def tgmm_cycles(call: Tgmm, tiles: TgmmTiles) -> float:
@@ -261,27 +274,36 @@ def _group_samples(call, tiles) -> Iterator[list[int]]:
 
 def _gmm_candidates(call: Gmm) -> Iterator[GmmTiles]:
     for columns in divisors(call.columns, 7168 if call.parts == 1 else 2048):
-        for rows in range(64, min(1280, _up(call.rows, 64)) + 1, 64):
-            yield GmmTiles(rows, columns, call.k, buckets(rows))
+        cycles = _gmm_row_cycles(call, columns)
+        least = min(256, _up(call.rows, 64))  # fewer rows wait for the weights to be pushed
+        for rows in range(least, min(1280, _up(call.rows, 64)) + 1, 64):
+            if rows == least or rows * cycles <= PIECE_CYCLES:
+                yield GmmTiles(rows, columns, call.k, buckets(rows, CODE_CYCLES / cycles))
 
 
 def _tgmm_candidates(call: Tgmm) -> Iterator[TgmmTiles]:
+    chip = CHIPS[call.chip]
+    rate = chip.macs[chip.kind(call.lhs, call.rhs)]
     for k in divisors(call.k, 3584):
         for n in divisors(call.n, 2048):
+            chunk = max(divisors(k, 1024))
             for rows in range(256, min(1280, _up(call.rows, 256)) + 1, 128):
-                chunk = max(d for d in divisors(k, 1024))
-                yield TgmmTiles(rows, k, n, coarse(rows), chunk if chunk < k else None)
+                if rows == 256 or rows * k * n / rate <= PIECE_CYCLES:
+                    yield TgmmTiles(rows, k, n, coarse(rows), chunk if chunk < k else None)
 
 
-def buckets(rows: int) -> tuple[int, ...]:
-    """Row counts worth code of their own: fine just below the tile, where a group's size is.
+def buckets(rows: int, code_rows: float) -> tuple[int, ...]:
+    """Row counts worth code of their own, in sum not above `code_rows` if that is possible.
 
-    A tile is chosen a little larger than the mean group, so that most groups are one step; every
-    32 rows that such a step need not multiply are 6% of it.
+    Fine just below the tile, where a group's size is: a tile is chosen a little larger than the
+    mean group, so that most groups are one step, and 32 rows more than such a step needs are 6%.
     """
-    fine = range(max(BLOCK, rows - 6 * BLOCK), rows + 1, BLOCK)
-    rough = range(128, fine[0], 128)
-    return tuple(sorted({*rough, *fine}))
+    for unit in (BLOCK, 2 * BLOCK, 4 * BLOCK):
+        finest = max(BLOCK, rows - 6 * BLOCK)
+        chosen = {*range(4 * unit, finest, 4 * unit), *range(finest, rows, unit), rows}
+        if sum(chosen) <= code_rows:
+            return tuple(sorted(chosen))
+    return (rows,) if rows < 256 else (_up(rows // 2, BLOCK), rows)
 
 
 def coarse(rows: int) -> tuple[int, ...]:

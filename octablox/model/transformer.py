@@ -6,6 +6,7 @@ token i and the embedding of token i+1, and predicts token i+2 with the shared e
 Shapes: B sequences, S tokens, D model width, V vocabulary, N micro-batches.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -37,7 +38,8 @@ def parameter_specs(model: ModelConfig, moe: MoeConfig) -> dict:
     sparse = model.base_num_decoder_layers - dense
     moe_specs = moe_layer_specs(model, moe)
     specs: dict[str, Any] = {
-        "embedding": weight(model.vocab_size, d, gather_dim=1, fan_in_dim=1),
+        # Of deviation 1, or the layers' first updates would drown what token it is.
+        "embedding": dataclasses.replace(weight(model.vocab_size, d, gather_dim=1), fan_in=1),
         "final_norm": norm_weight(d),
         "head": weight(d, model.vocab_size),
     }

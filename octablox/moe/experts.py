@@ -97,7 +97,9 @@ class Experts:
 
     @property
     def _width_axes(self):
-        return ("expert",) if self.config.expert_sharding == "width" else ()
+        """The mesh axes that cut F; inside `shard_map`."""
+        cut = self.config.expert_sharding == "width" and lax.axis_size("expert") > 1
+        return ("expert",) if cut else ()
 
 
 def _gather(recipe, dtype, shard, health, dim, axes, parts):

@@ -196,7 +196,8 @@ class _Run:
         saved = self._checkpoints.latest_step()
         kept = "no step was saved yet" if saved is None else f"step {saved} is saved"
         return (
-            f"({kept}); try a lower learning_rate, more warmup_steps_fraction, or quantization=bf16"
+            f"({kept}); try another run_name with a lower learning_rate, more "
+            f"warmup_steps_fraction, or quantization=bf16"
         )
 
     def _log(self, step, writer, progress) -> None:

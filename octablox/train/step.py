@@ -41,11 +41,9 @@ class TrainState:
       step: int32 [], optimizer steps done.
       params: see `transformer.parameter_specs`.
       opt_state: optax's.
-
-    The leaves may also be the shapes of these arrays.
     """
 
-    step: jax.Array | jax.ShapeDtypeStruct
+    step: Any  # as any pytree's, the leaves may be what jax puts in their place
     params: dict
     opt_state: Any
 
@@ -181,7 +179,7 @@ class Trainer:
         biases = jax.tree.map(lambda bias, load: updated_bias(bias, load, rate), biases, loads)
         schedule = learning_rate_schedule(self.config.optimizer, self.config.run.steps)
         metrics |= {
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "learning_rate": schedule(state.step),
             "expert_load_max_over_mean": _imbalance(jax.tree.leaves(loads)),
         }
