@@ -45,6 +45,7 @@ def check_devices(config: Config, device_count: int) -> None:
         f"gmm_backend=ragged_dot needs all experts on each device, got an expert axis of "
         f"{axes['expert']}; write gmm_backend=auto or expert_sharding=width",
     )
+    _check_blocks(config, axes["expert"])
     _check_batch(config, device_count)
 
 
@@ -192,6 +193,20 @@ def _check_quantization(config: Config) -> None:
         f"YAML, got {name!r}" + (f"; did you mean {close[0]}?" if close else ""),
     )
     recipe_from_config(settings)
+
+
+def _check_blocks(config: Config, expert_shards: int) -> None:
+    """A block of a weight must not straddle shards of F: they would need a common scale."""
+    recipe, moe = recipe_from_config(config.quantization), config.moe
+    if moe.expert_sharding == "expert" or expert_shards == 1 or recipe.weight is None:
+        return
+    for block in recipe.weight.tile:
+        _require(
+            block is None or moe.base_moe_mlp_dim // expert_shards % block == 0,
+            f"base_moe_mlp_dim must be a multiple of expert axis x weight block = {expert_shards} "
+            f"x {block} with expert_sharding=width and {recipe.name}, got {moe.base_moe_mlp_dim}; "
+            f"write expert_sharding=expert, or choose a recipe without blocks",
+        )
 
 
 def _check_batch(config: Config, device_count: int) -> None:

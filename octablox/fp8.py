@@ -56,6 +56,7 @@ import qwix
 import yaml
 from jax import lax
 from jax import numpy as jnp
+from jaxtyping import Array, Float
 
 # The calibrate and scale steps of `qwix.quantize` apart: between them the absmax is shared
 # across shards, which the public function has no place for.
@@ -341,7 +342,7 @@ def tiles(cast: Cast, shape: tuple[int, ...], contracted: int, parts: int = 1) -
 
 
 def quantize(
-    x: jax.Array,
+    x: Float[Array, "_ _"],
     cast: Cast,
     *,
     contracted: int,
@@ -389,7 +390,7 @@ def quantize(
 
 
 def quantize_weight(
-    w: jax.Array,
+    w: Float[Array, "E K N"],
     cast: Cast,
     *,
     axes: Mapping[int, tuple[str, ...]] | None = None,
@@ -440,12 +441,12 @@ def shards_hold_whole_blocks(shard_size: int, block: int | None) -> bool:
     return block is None or shard_size % block == 0
 
 
-def dequantize(q: QArray) -> jax.Array:
+def dequantize(q: QArray) -> Float[Array, "..."]:
     """`value * scale` in float32, of the padded shape."""
     return qwix.dequantize(q)
 
 
-def health(x: jax.Array, q: QArray) -> jax.Array:
+def health(x: Float[Array, "..."], q: QArray) -> Float[Array, "3"]:
     """How a cast fared: float32 [3] counts of saturated, flushed-to-zero and nonzero elements.
 
     `x` is what was cast (any shape whose elements line up with `q` when padded with zeros). NaN

@@ -13,13 +13,14 @@ import functools
 import jax
 from jax import lax
 from jax import numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from octablox import fp8, gmm_explicit, kernels
 from octablox.fp8 import BF16, QArray, QuantizedWeight, Recipe
 from octablox.gmm_explicit import DimAxes
 from octablox.kernels import Scaled
 
-WeightLike = jax.Array | QuantizedWeight
+WeightLike = Float[Array, "E _ N"] | QuantizedWeight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class _How:
     w_shape: tuple[int, int, int]
 
 
-def new_health() -> jax.Array:
+def new_health() -> Float[Array, "3 3"]:
     """Zeros float32 [3, 3], to be passed to `gmm` and differentiated.
 
     Its gradient counts how the casts fared: rows weights, activations, gradients; columns
@@ -46,16 +47,16 @@ def new_health() -> jax.Array:
 
 
 def gmm(
-    x: jax.Array,
+    x: Float[Array, "M K"],
     w: WeightLike,
-    group_sizes: jax.Array,
+    group_sizes: Int[Array, " G"],
     *,
     recipe: Recipe = BF16,
-    group_offset: jax.Array | int = 0,
+    group_offset: Int[Array, ""] | int = 0,
     axes: DimAxes = DimAxes(),
-    health: jax.Array | None = None,
+    health: Float[Array, "3 3"] | None = None,
     backend: str = "auto",
-) -> jax.Array:
+) -> Float[Array, "M N"]:
     """Grouped matmul: row m of `x` times the matrix of m's group.
 
     Rows are sorted by group. Rows of groups that `w` does not hold, and rows past

@@ -41,6 +41,12 @@ LINES = {
         "num_experts must be a multiple of the expert axis, 4, which shards it "
         "(expert_sharding=expert); got 6",
     ),
+    "blocks": (
+        "quantization=fp8_blockwise expert_sharding=width ici_expert_parallelism=2",
+        "base_moe_mlp_dim must be a multiple of expert axis x weight block = 2 x 128 with "
+        "expert_sharding=width and fp8_blockwise, got 64; write expert_sharding=expert, or "
+        "choose a recipe without blocks",
+    ),
     "split": (
         "use_batch_split_schedule=true per_device_batch_size=3",
         "per_device_batch_size must be a multiple of batch_split_factor = 2, got 3; "
@@ -117,7 +123,6 @@ def one_error(capsys) -> str:
 
 
 # NaN
-
 
 
 def test_a_loss_that_is_nan_ends_the_run_and_keeps_the_checkpoint(tmp_path, monkeypatch, capsys):

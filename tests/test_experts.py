@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from octablox import fp8
 from octablox.fp8 import BF16, RECIPES, QArray
 from octablox.gmm import new_health
-from octablox.mesh import AXES, map_specs, shardings, vary
+from octablox.mesh import AXES, map_specs, shardings
 from octablox.moe import experts
 from octablox.moe.config import MoeConfig
 from octablox.moe.dispatch import combine, dispatch, sort_copies
@@ -106,10 +106,13 @@ def gathered(config, recipe, values, **axes):
     kernel = Experts(config, recipe, jnp.dtype("float32"))
 
     def local(shards):
-        weights, pull = jax.vjp(functools.partial(kernel.gather, shards), new_health())
-        (counts,) = pull(jax.tree.map(zero_cotangent, weights))
-        whole = {name: _values(weight) for name, weight in weights.items()}
-        return jax.tree.map(lambda a: a[None], whole), counts
+        def masters(health):
+            weights = kernel.gather(shards, health)
+            return {name: weight.master for name, weight in weights.items()}, weights
+
+        zeros, pull, weights = jax.vjp(masters, new_health(), has_aux=True)
+        (counts,) = pull(zeros)
+        return {name: _values(weight)[None] for name, weight in weights.items()}, counts
 
     mesh = tiny_model.mesh(**axes)
     placed = jax.device_put(values, shardings(specs, mesh))
@@ -117,15 +120,9 @@ def gathered(config, recipe, values, **axes):
     return jax.device_get(jax.jit(on_mesh)(placed))
 
 
-def zero_cotangent(a):
-    is_float = jnp.issubdtype(a.dtype, jnp.floating)
-    zeros = jnp.zeros(a.shape, a.dtype if is_float else jax.dtypes.float0)
-    return vary(zeros) if is_float else zeros
-
-
 def _values(weight):
     """A gathered weight in float32, less the padding of its blocks."""
-    e, k, n = weight.shape
+    _, k, n = weight.shape
     value = weight.q
     if isinstance(value, QArray):
         value = fp8.dequantize(value)[:, :k, :n]

@@ -136,17 +136,17 @@ def test_the_loss_falls_and_a_bf16_run_has_no_fp8_health(tmp_path, capsys):
 SMOKE = {
     "accumulation": "gradient_accumulation_steps=2 dtype=float32 quantization=int8",
     "width": "expert_sharding=width ici_expert_parallelism=4 weight_dtype=bfloat16 "
-    "quantization=fp8_blockwise merge_gating_gmm=false",
+    "quantization=fp8_tensorwise merge_gating_gmm=false",
 }
 SLOW_SMOKE = {
     "no experts": "first_num_dense_layers=1 quantization=fp8_full",
-    "data axis": "ici_data_parallelism=2 ici_expert_parallelism=2 quantization=fp8_tensorwise",
+    "data axis": "ici_data_parallelism=2 ici_expert_parallelism=2 quantization=fp8_blockwise",
     "mtp": "mtp_num_layers=1 quantization=mxfp8",
     "full remat": "remat_policy=full gradient_clipping_threshold=0 quantization=fp8_full",
     "no remat": "remat_policy=none routed_bias=false warmup_steps_fraction=1",
     "no latent": "q_lora_rank=0 shared_experts=0 n_routing_groups=1 topk_routing_group=1",
     "accumulated split": "use_batch_split_schedule=true per_device_batch_size=2 "
-    "gradient_accumulation_steps=2 quantization=fp8_blockwise mtp_num_layers=1",
+    "gradient_accumulation_steps=2 quantization=fp8_full mtp_num_layers=1",
     "ragged_dot": "gmm_backend=ragged_dot",
 }
 

@@ -63,6 +63,18 @@ def test_gated():
         assert not np.asarray(got)[dead].any()
 
 
+def test_scale_of_each_group_and_column():
+    rng = np.random.default_rng(2)
+    x, dout = (test_kernels.operand(rng, (50, 128), E5M2, None) for _ in range(2))
+    sizes, scale = np.array([0, 30, 3, 7]), rng.uniform(0.5, 2, (E, 128)).astype(np.float32)
+    run = functools.partial(
+        pallas_tpu_interpret.tgmm, num_local_groups=E, out_dtype=jnp.float32, group_scale=scale
+    )
+    got = jax.jit(run)(x, dout, jnp.asarray(sizes), 0)
+    expected = reference.tgmm(x.value, dout.value, sizes, E) * scale[:, None, :]
+    test_kernels.check(got, expected, np.float32)
+
+
 def test_gradients_inside_shard_map():
     """All three products under check_vma, against the portable backend."""
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -167,21 +179,27 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "
 M, K, N, EXPERTS = 8192, 7168, 2048, 16  # DeepSeek-V3's experts on one of 16 devices
 
 
-def product(name, lhs, rhs, f32=jnp.float32):
+def product(name, lhs, rhs):
     """A function of one of the products, and the shapes of its arguments."""
-    s, sizes = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((EXPERTS,), jnp.int32)
-    scaled = jnp.dtype(lhs).itemsize == 1
+    f32, shape = jnp.float32, jax.ShapeDtypeStruct
+    settings = {"out_dtype": jnp.bfloat16}
     if name == "tgmm":
-        run = functools.partial(pallas_tpu.tgmm, num_local_groups=EXPERTS, out_dtype=jnp.bfloat16)
-        operands, scales = (s((M, K), lhs), s((M, N), rhs)), (None, s((1, N), f32))
+        run, settings["num_local_groups"] = pallas_tpu.tgmm, EXPERTS
+        operands, scales = (shape((M, K), lhs), shape((M, N), rhs)), (None, shape((1, N), f32))
+    elif name == "dlhs":
+        run, settings["transpose_rhs"] = pallas_tpu.gmm, True
+        operands = shape((M, N), lhs), shape((EXPERTS, K, N), rhs)
+        scales = shape((M, 1), f32), None
     else:
-        back = name == "dlhs"
-        run = functools.partial(pallas_tpu.gmm, transpose_rhs=back, out_dtype=jnp.bfloat16)
-        operands = (s((M, N if back else K), lhs), s((EXPERTS, K, N), rhs))
-        scales = (s((M, 1), f32), None if back else s((EXPERTS, 1, N), f32))
-    scales = scales if scaled else (None, None)
-    arguments = (*map(Scaled, operands, scales), sizes)
-    return lambda lhs, rhs, sizes: run(lhs, rhs, sizes, 0), arguments
+        run, columns = pallas_tpu.gated_gmm, 2 * N
+        if name == "gmm":
+            run, columns, settings["transpose_rhs"] = pallas_tpu.gmm, N, False
+        operands = shape((M, K), lhs), shape((EXPERTS, K, columns), rhs)
+        scales = shape((M, 1), f32), shape((EXPERTS, 1, columns), f32)
+    if jnp.dtype(lhs).itemsize > 1:
+        scales = None, None
+    arguments = (*map(Scaled, operands, scales), shape((EXPERTS,), jnp.int32))
+    return lambda lhs, rhs, sizes: run(lhs, rhs, sizes, 0, **settings), arguments
 
 
 FP8, FP8_GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -195,10 +213,11 @@ FP8, FP8_GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
         ("gmm", FP8, FP8),
         ("dlhs", FP8_GRADIENT, FP8),
         ("tgmm", FP8, FP8_GRADIENT),
+        ("gated", FP8, FP8),
         ("gmm", jnp.bfloat16, jnp.bfloat16),
         ("tgmm", jnp.bfloat16, jnp.bfloat16),
     ],
-    ids=["gmm-fp8", "dlhs-fp8", "tgmm-fp8", "gmm-bf16", "tgmm-bf16"],
+    ids=["gmm-fp8", "dlhs-fp8", "tgmm-fp8", "gated-fp8", "gmm-bf16", "tgmm-bf16"],
 )
 def test_compiles_for(chip, name, lhs, rhs, monkeypatch):
     """At full size, within VMEM, and nothing but the kernel runs."""

@@ -128,20 +128,20 @@ def _gmm(
     if 0 in (m, k, n, experts):
         return [jnp.zeros((m, n // parts), out_dtype)] * outputs
     lhs, rhs, sizes, offset = _vary(lhs, rhs, group_sizes, group_offset)
-    lhs, rhs = _with_coarse_scales(lhs, 1), _with_coarse_scales(rhs, 2 if transpose_rhs else 1)
+    lhs, rhs, k_block = _k_block(lhs, rhs, 2 if transpose_rhs else 1)
     operands = _gmm_values(lhs, rhs, transpose_rhs)
     rows, (width, columns) = operands["lhs"].shape[0] * BLOCK, _padded_matrix(k, n)
-    columns, k_blocks = columns // parts, _k_blocks(lhs, rhs, transpose_rhs)
+    columns //= parts
     call = Gmm(
         *(chip.name, rows, width, columns, experts),
         *_names(lhs.value, rhs.value, out_dtype),
         parts=parts,
         outputs=outputs,
-        k_blocks=k_blocks,
+        k_block=k_block,
         product="dlhs" if transpose_rhs else "gmm",
     )
     tiles = tiles or _choose(call)
-    operands |= _gmm_scales(lhs, rhs, transpose_rhs, tiles)
+    operands |= _gmm_scales(lhs, rhs, transpose_rhs, tiles, k_block)
     if row_weight is not None:
         operands["row_weight"] = to_lanes(row_weight.astype(jnp.float32))
     plan = pallas_tpu_gmm.Plan(
@@ -149,8 +149,7 @@ def _gmm(
         transpose_rhs=transpose_rhs,
         gated=gated,
         save=save,
-        k_block=k // k_blocks if k_blocks > 1 else None,
-        k_blocks=k_blocks,
+        k_block=k_block,
         vmem_bytes=chip.vmem,
     )
     out_type = _out_type(*operands.values(), sizes, offset)
@@ -166,16 +165,22 @@ def tgmm(
     *,
     num_local_groups,
     out_dtype,
+    group_scale: jax.Array | None = None,
     tiles: TgmmTiles | None = None,
     interpret=False,
 ):
-    """Transposed grouped matmul, see `contract.Backend.tgmm`."""
+    """Transposed grouped matmul, see `contract.Backend.tgmm`.
+
+    `group_scale`, float32 [E, N], multiplies the columns of each group's matrix: for gradients
+    that were quantized with a scale for each expert and channel.
+    """
     chip = _chip(interpret)
     _refuse_types(lhs, rhs, out_dtype)
     (m, k), n = lhs.value.shape, rhs.value.shape[1]
     if 0 in (m, k, n, num_local_groups):
         return jnp.zeros((num_local_groups, k, n), out_dtype)
     lhs, rhs, sizes, offset = _vary(lhs, rhs, group_sizes, group_offset)
+    # The kernel's scales are those of whole columns.
     lhs, rhs = (_without_row_scales(a) for a in (lhs, rhs))
     rows, (width, columns) = m + -m % BLOCK, _padded_matrix(k, n)
     types = _names(lhs.value, rhs.value, out_dtype)
@@ -183,7 +188,7 @@ def tgmm(
     operands = {
         "lhs": _row_blocks(_pad(lhs.value, (rows, width))),
         "rhs": _row_blocks(_pad(rhs.value, (rows, columns))),
-        **_tgmm_scales(lhs, rhs, columns, tiles),
+        **_tgmm_scales(lhs, rhs, group_scale, columns, tiles),
     }
     plan = pallas_tpu_tgmm.Plan(
         tiles,
@@ -270,19 +275,23 @@ def _gmm_values(lhs, rhs, transpose_rhs):
     }
 
 
-def _k_blocks(lhs, rhs, transpose_rhs) -> int:
-    """How many blocks of K have scales of their own."""
-    lhs_count = 1 if lhs.scale is None else lhs.scale.shape[1]
-    rhs_count = 1 if rhs.scale is None else rhs.scale.shape[2 if transpose_rhs else 1]
-    return math.lcm(lhs_count, rhs_count)
+def _k_block(lhs, rhs, rhs_contracted) -> tuple[Scaled, Scaled, int | None]:
+    """Both operands, and how many elements along K share their scales; None: all.
 
-
-def _with_coarse_scales(a: Scaled, contracted: int) -> Scaled:
-    """The operand in float32 if a scale serves fewer than 32 elements along K: no recipe's does."""
-    size = a.value.shape[contracted]
-    if a.scale is None or a.scale.shape[contracted] == 1:
-        return a
-    return a if size // a.scale.shape[contracted] >= 32 else Scaled(_dequantized(a))
+    The kernel takes 32, 64, or a multiple of 128. With another block, which no recipe has, the
+    operands that have it are widened to float32.
+    """
+    operands, k, counts = (lhs, rhs), lhs.value.shape[1], [1, 1]
+    for i, (a, dim) in enumerate(zip(operands, (1, rhs_contracted), strict=True)):
+        counts[i] = 1 if a.scale is None else a.scale.shape[dim]
+    block = k // math.lcm(*counts)
+    if block == k or block in (32, 64) or block % LANES == 0:
+        return lhs, rhs, None if block == k else block
+    wide = (
+        a if count == 1 else Scaled(_dequantized(a))
+        for a, count in zip(operands, counts, strict=True)
+    )
+    return *wide, None
 
 
 def _dequantized(a: Scaled) -> jax.Array:
@@ -292,11 +301,12 @@ def _dequantized(a: Scaled) -> jax.Array:
     return a.value.astype(jnp.float32) * scale
 
 
-def _gmm_scales(lhs, rhs, transpose_rhs, tiles):
+def _gmm_scales(lhs, rhs, transpose_rhs, tiles, k_block):
     """The scales in the forms of `pallas_tpu_gmm.PLACES`."""
     m, experts = lhs.value.shape[0], rhs.value.shape[0]
     n = rhs.value.shape[1 if transpose_rhs else 2]
-    k_blocks = _k_blocks(lhs, rhs, transpose_rhs)
+    k = lhs.value.shape[1]
+    blocks = (k + -k % LANES) // k_block if k_block else 1  # zeros past K, as the values
     scales = {}
     if lhs.scale is not None:
         if lhs.scale.shape == (1, 1):
@@ -304,8 +314,8 @@ def _gmm_scales(lhs, rhs, transpose_rhs, tiles):
         elif lhs.scale.shape[1] == 1:
             scales["row_scale"] = to_lanes(_repeat(lhs.scale, 0, m).reshape(m))
         else:
-            blocks = _repeat(_repeat(lhs.scale, 0, m), 1, k_blocks)
-            scales["lhs_blocks"] = _row_blocks(_pad(blocks, (m + -m % BLOCK, blocks.shape[1])))
+            scale = _repeat(_repeat(lhs.scale, 0, m), 1, k // k_block)
+            scales["lhs_blocks"] = _row_blocks(_pad(scale, (m + -m % BLOCK, blocks)))
     if rhs.scale is None:
         return scales
     scale = rhs.scale.swapaxes(1, 2) if transpose_rhs else rhs.scale
@@ -316,26 +326,29 @@ def _gmm_scales(lhs, rhs, transpose_rhs, tiles):
         scale = _pad_last(_repeat(_per_expert(scale, experts), 2, n), columns)
         scales["column_scale"] = scale.reshape(scale.shape[0], -1, 1, tiles.columns)
     else:
-        scale = _repeat(_repeat(_repeat(scale, 0, experts), 1, k_blocks), 2, n)
-        scales["rhs_blocks"] = _pad_last(scale, columns)
+        scale = _repeat(_repeat(_repeat(scale, 0, experts), 1, k // k_block), 2, n)
+        scales["rhs_blocks"] = _pad(scale, (experts, blocks, columns))
     return scales
 
 
-def _tgmm_scales(lhs, rhs, columns, tiles):
+def _tgmm_scales(lhs, rhs, group_scale, columns, tiles):
     """The scales in the forms of `pallas_tpu_tgmm.PLACES`."""
-    scales = {}
+    scales, (k, n) = {}, (lhs.value.shape[1], rhs.value.shape[1])
     if lhs.scale is not None:
         if lhs.scale.size == 1:
             scales["lhs_factor"] = lhs.scale.reshape(1)
         else:
-            k = lhs.value.shape[1]
             scales["k_scale"] = to_lanes(_repeat(lhs.scale, 1, k).reshape(k))
+    by_column = group_scale
     if rhs.scale is not None:
         if rhs.scale.size == 1:
             scales["rhs_factor"] = rhs.scale.reshape(1)
         else:
-            scale = _pad_last(_repeat(rhs.scale, 1, rhs.value.shape[1]), columns)
-            scales["n_scale"] = scale.reshape(1, -1, 1, tiles.n)
+            by_column = _repeat(rhs.scale, 1, n)
+            by_column = by_column if group_scale is None else by_column * group_scale
+    if by_column is not None:
+        by_column = _pad_last(by_column, columns)
+        scales["n_scale"] = by_column.reshape(by_column.shape[0], -1, 1, tiles.n)
     return scales
 
 

@@ -31,8 +31,7 @@ class Plan:
     """What is static about one call. `columns` are those of one output, N or F.
 
     Attributes:
-      k_block: elements along K that share a scale; None where no scale varies along K.
-      k_blocks: how many such blocks there are; K is zero past them.
+      k_block: elements along K that share a scale, 32, 64 or a multiple of 128; None: all.
       save: also return gate and up, for the backward pass.
     """
 
@@ -45,7 +44,6 @@ class Plan:
     gated: bool = False
     save: bool = False
     k_block: int | None = None
-    k_blocks: int = 1
     vmem_bytes: int = 0
 
     @property
@@ -106,6 +104,8 @@ def call(plan: Plan, operands: dict[str, jax.Array], sizes, offset, out_type, in
         if name in operands:
             down = rows_.spread_size(plan.tiles.rows)
             scratch[name] = pltpu.VMEM((down, LANES), jnp.float32)
+    if plan.k_block:
+        scratch["total"] = pltpu.VMEM((plan.parts, plan.tiles.rows, tile), jnp.float32)
     return pl.pallas_call(
         functools.partial(_kernel, plan, names, tuple(scratch)),
         in_specs=[smem, smem, *(pl.BlockSpec(memory_space=PLACES[name]) for name in names)],
@@ -159,14 +159,14 @@ def _zero_rows(plan, outs, scratch, steps, act):
     first, zeros = scratch["first"], scratch["zeros"]
     begin, end = first[0], first[steps]
     # Without any step nobody writes the block that `begin` falls into.
-    before = jnp.where(steps > 0, lax.div(begin, BLOCK), pl.cdiv(begin, BLOCK))
+    before = jnp.where(steps > 0, rows_.block_of(begin), rows_.blocks_to(begin))
 
     def one_block(block, _):
         for out in outs:
             act(pltpu.make_async_copy(zeros, out.at[pl.ds(block, 1)], scratch["done"]))
 
     lax.fori_loop(0, before, one_block, None)
-    lax.fori_loop(pl.cdiv(end, BLOCK), plan.rows // BLOCK, one_block, None)
+    lax.fori_loop(rows_.blocks_to(end), plan.rows // BLOCK, one_block, None)
 
 
 def _specs(plan, names, first, group):
@@ -193,14 +193,15 @@ def _specs(plan, names, first, group):
 
 def _width(plan: Plan, name: str) -> int:
     """Elements along K of an operand, or of its scales."""
-    return plan.k_blocks if name.endswith("_blocks") else plan.tiles.contracted
+    k = plan.tiles.contracted
+    return k // plan.k_block if plan.k_block and name.endswith("_blocks") else k
 
 
 def _out_spec(plan, first, store_end):
     """The blocks that a step completes, see `plan_stores`."""
 
     def index(j, s):
-        begin = lax.div(first[s], BLOCK)
+        begin = rows_.block_of(first[s])
         return pl.ds(begin, store_end[s] - begin), 0, j
 
     block = pl.BoundedSlice(plan.tiles.rows // BLOCK)
@@ -211,8 +212,8 @@ def _step(plan, tiles, outs, scratch):
     """One tile of rows by one tile of columns."""
     step = pl.program_id(1)
     first, carry = scratch["first"], scratch["carry"]
-    block = lax.div(first[step], BLOCK)
-    head = lax.rem(first[step], BLOCK)
+    block = rows_.block_of(first[step])
+    head = rows_.offset_in_block(first[step])
     rows = first[step + 1] - first[step] + head
 
     def run(bucket):
@@ -233,10 +234,10 @@ def _step(plan, tiles, outs, scratch):
             mine = out[0].astype(jnp.float32)
             out[0] = jnp.where(rows_.inside(BLOCK, 0, head), earlier, mine).astype(out.dtype)
 
-    @pl.when(lax.rem(rows, BLOCK) > 0)  # the block that it leaves half full
+    @pl.when(rows_.offset_in_block(rows) > 0)  # the block that it leaves half full
     def _():
-        last = lax.div(rows, BLOCK)
-        mine = rows_.inside(BLOCK, 0, lax.rem(rows, BLOCK))
+        last = rows_.block_of(rows)
+        mine = rows_.inside(BLOCK, 0, rows_.offset_in_block(rows))
         for out, kept in _pairs(outs, carry):
             half = jnp.where(mine, out[last].astype(jnp.float32), 0.0)
             kept[...] = half
@@ -268,12 +269,11 @@ def _values(plan, tiles, scratch, block, begin, end):
 
 def _product(plan, tiles, scratch, block, begin, end, part):
     """Scaled product of one part of rhs, float32 [end - begin, tile]."""
-    lhs = rows_.flat(tiles["lhs"][0], begin, end)
-    rhs = tiles["rhs"][part]
     if plan.k_block:
-        out = _by_blocks(plan, tiles, lhs, rhs, begin, end, part)
+        out = _by_blocks(plan, tiles, scratch["total"].at[part], begin, end, part)
     else:
-        out = rows_.dot(lhs, rhs[...], (1, 1 if plan.transpose_rhs else 0))
+        lhs, rhs = rows_.flat(tiles["lhs"][0], begin, end), tiles["rhs"][part][...]
+        out = rows_.dot(lhs, rhs, (1, 1 if plan.transpose_rhs else 0))
     group = scratch["group"][pl.program_id(1)]
     if "lhs_factor" in tiles:
         out = out * tiles["lhs_factor"][0]
@@ -289,18 +289,36 @@ def _product(plan, tiles, scratch, block, begin, end, part):
     return out
 
 
-def _by_blocks(plan, tiles, lhs, rhs, begin, end, part):
-    """The product where a scale varies along K: block by block, each with its scales."""
-    total = None
-    for i in range(plan.k_blocks):
-        at = slice(i * plan.k_block, (i + 1) * plan.k_block)
-        if plan.transpose_rhs:
-            out = rows_.dot(lhs[:, at], rhs[:, at], (1, 1))
-        else:
-            out = rows_.dot(lhs[:, at], rhs[at, :], (1, 0))
-        if "lhs_blocks" in tiles:
-            out = out * rows_.flat(tiles["lhs_blocks"][0], begin, end)[:, i : i + 1]
-        if "rhs_blocks" in tiles:
-            out = out * tiles["rhs_blocks"][part][i : i + 1, :]
-        total = out if total is None else total + out
-    return total
+def _by_blocks(plan, tiles, total, begin, end, part):
+    """The product where a scale varies along K: each block's part times its scales, added up.
+
+    A loop takes 128 elements of K at a time, as lanes are addressed. Blocks smaller than that are
+    cut out of lhs by masks; the zeros leave nothing of rhs but the block.
+    """
+    rows, lhs, rhs = end - begin, tiles["lhs"][0], tiles["rhs"][part]
+    width = max(plan.k_block, LANES)
+    blocks = width // plan.k_block
+    total[:rows, :] = jnp.zeros((rows, plan.tiles.columns), jnp.float32)
+
+    def one_width(i, _):
+        at = pl.ds(pl.multiple_of(i * width, width), width)
+        left = lhs[begin // BLOCK : end // BLOCK, :, at].reshape(rows, width)
+        right = rhs[:, at] if plan.transpose_rhs else rhs[at, :]
+        for j in range(blocks):
+            mine = left if blocks == 1 else _only_lanes(left, j * plan.k_block, plan.k_block)
+            out = rows_.dot(mine, right, (1, 1 if plan.transpose_rhs else 0))
+            if "lhs_blocks" in tiles:
+                scales = rows_.flat(tiles["lhs_blocks"][0], begin, end)
+                chosen = _only_lanes(scales, i * blocks + j, 1)
+                out = out * jnp.sum(chosen, axis=1, keepdims=True)
+            if "rhs_blocks" in tiles:
+                out = out * tiles["rhs_blocks"][part][pl.ds(i * blocks + j, 1), :]
+            total[:rows, :] += out
+
+    lax.fori_loop(0, plan.tiles.contracted // width, one_width, None)
+    return total[:rows, :]
+
+
+def _only_lanes(a, begin, size: int):
+    lane = lax.broadcasted_iota(jnp.int32, (1, a.shape[1]), 1)
+    return jnp.where((lane >= begin) & (lane < begin + size), a, jnp.zeros_like(a))

@@ -17,6 +17,22 @@ from jax.experimental import pallas as pl
 
 BLOCK = 32
 LANES = 128
+_SHIFT = 5  # index maps run many times a step on the scalar core: shifts, no divisions
+
+
+def block_of(row):
+    """The block that holds a row."""
+    return row >> _SHIFT
+
+
+def blocks_to(row):
+    """How many blocks hold all rows before this one."""
+    return (row + (BLOCK - 1)) >> _SHIFT
+
+
+def offset_in_block(row):
+    """Rows of the row's block before it."""
+    return row & (BLOCK - 1)
 
 
 def max_steps(rows: int, groups: int, tile: int) -> int:
@@ -41,7 +57,7 @@ def plan_steps(sizes, offset, first, group, *, groups: int, tile: int, empty: bo
     def one_group(g, carry):
         step, row = carry
         end = row + sizes[offset[0] + g]
-        head = lax.rem(row, BLOCK)
+        head = offset_in_block(row)
         count = jnp.where(end > row, pl.cdiv(end - row + head, tile), int(empty))
 
         def one_step(i, _):
@@ -65,13 +81,13 @@ def plan_stores(first, store_end, steps) -> None:
 
     def one_step(i, end):
         step = steps - 1 - i
-        mine = lax.div(first[step + 1], BLOCK)
-        end = jnp.where((i > 0) & (mine > lax.div(first[step], BLOCK)), mine, end)
+        mine = block_of(first[step + 1])
+        end = jnp.where((i > 0) & (mine > block_of(first[step])), mine, end)
         store_end[step] = end
         return end
 
     # The last step also stores the block that it leaves half full.
-    lax.fori_loop(0, steps, one_step, pl.cdiv(first[steps], BLOCK))
+    lax.fori_loop(0, steps, one_step, blocks_to(first[steps]))
 
 
 def blocks_read(first, step, blocks: int):
@@ -79,8 +95,8 @@ def blocks_read(first, step, blocks: int):
 
     No DMA has size zero: not every part of the toolchain can wait for one.
     """
-    begin = jnp.minimum(lax.div(first[step], BLOCK), blocks - 1)
-    return pl.ds(begin, jnp.maximum(pl.cdiv(first[step + 1], BLOCK) - begin, 1))
+    begin = jnp.minimum(block_of(first[step]), blocks - 1)
+    return pl.ds(begin, jnp.maximum(blocks_to(first[step + 1]) - begin, 1))
 
 
 def by_rows(rows, buckets: tuple[int, ...], body) -> None:
@@ -123,7 +139,7 @@ def spread_down(lanes, down, block, rows: int) -> None:
       block: int32, the first block of BLOCK indices that is wanted.
       rows: how many indices are wanted.
     """
-    line = lax.div(block, LANES // BLOCK)
+    line = block >> 2
     for i in range(spread_size(rows) // LANES):
         # Past the end of the scales any will do: those rows are no one's.
         values = lanes[pl.ds(jnp.minimum(line + i, lanes.shape[0] - 1), 1), :]
@@ -132,7 +148,7 @@ def spread_down(lanes, down, block, rows: int) -> None:
 
 def column(down, block, begin: int, end: int, width: int):
     """Rows `begin:end` of what `spread_down` made, float32 [end - begin, width]."""
-    start = pl.multiple_of(lax.rem(block, LANES // BLOCK) * BLOCK, BLOCK) + begin
+    start = pl.multiple_of((block & 3) * BLOCK, BLOCK) + begin
     return jnp.concatenate([down[pl.ds(start, end - begin), :]] * (width // LANES), axis=1)
 
 

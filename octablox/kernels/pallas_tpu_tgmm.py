@@ -106,7 +106,7 @@ def _step(plan, lhs, rhs, out, resident, scratch):
     """Adds one tile of rows to its group's matrix, or writes the zeros of an empty group."""
     step, tiles = pl.program_id(2), plan.tiles
     first, group = scratch["first"], scratch["group"]
-    head = lax.rem(first[step], BLOCK)
+    head = rows_.offset_in_block(first[step])
     rows = first[step + 1] - first[step] + head
     is_first = (step == 0) | (group[jnp.maximum(step - 1, 0)] != group[step])
     is_last = group[step + 1] != group[step]

@@ -137,7 +137,7 @@ class Gmm:
     out: str
     parts: int = 1
     outputs: int = 1
-    k_blocks: int = 1
+    k_block: int | None = None
     product: Product = "gmm"
 
 
@@ -200,10 +200,13 @@ def gmm_vmem(call: Gmm, tiles: GmmTiles) -> int:
     lhs, rhs, out = (_bytes(t) for t in (call.lhs, call.rhs, call.out))
     windows = tiles.rows * call.k * lhs + call.parts * call.k * tiles.columns * rhs
     windows += call.outputs * tiles.rows * tiles.columns * out
-    if call.k_blocks > 1:
-        windows += tiles.rows * _up(call.k_blocks, LANES) * 4
-        windows += call.parts * call.k_blocks * tiles.columns * 4
     scratch = BLOCK * (call.outputs * tiles.columns * 4 + call.columns * out)
+    if call.k_block:
+        blocks = call.k // call.k_block
+        windows += (tiles.rows * _up(blocks, LANES) + call.parts * blocks * tiles.columns) * 4
+        scratch += (
+            (call.parts + 2) * tiles.rows * tiles.columns * 4
+        )  # totals, and values to be added
     scratch += 2 * (tiles.rows + LANES) * LANES * 4
     scratch += call.experts * call.parts * call.columns * 4 + call.rows * 8
     return 2 * windows + scratch + MIB
@@ -234,7 +237,8 @@ def gmm_cycles(call: Gmm, tiles: GmmTiles) -> float:
 def _gmm_row_cycles(call: Gmm, columns: int) -> float:
     """Cycles of the matrix unit for one row of a step."""
     chip = CHIPS[call.chip]
-    contracted = call.k_blocks * _up(call.k // call.k_blocks, chip.side)
+    block = call.k_block or call.k
+    contracted = call.k // block * _up(block, chip.side)
     rate = chip.macs[chip.kind(call.lhs, call.rhs)]
     return contracted * _up(call.parts * columns, chip.side) / rate
 

@@ -94,7 +94,7 @@ def _gmm(
 def _tgmm(
     lhs, k_scale, rhs, n_scale, group_sizes, group_offset, *, lhs_type, rhs_type, num_local_groups
 ):
-    rows, k, n = *lhs.shape, rhs.shape[1]
+    (rows, k), n = lhs.shape, rhs.shape[1]
     plan = _plan(rows, *group_bounds(group_sizes, group_offset, num_local_groups))
     zeros = lambda *shape: vary_like(  # noqa: E731
         (lhs, rhs, group_sizes, group_offset), jnp.zeros(shape, jnp.float32)

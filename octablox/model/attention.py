@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from octablox.mesh import ParamSpec, norm_weight, weight
 from octablox.model.config import ModelConfig
@@ -42,11 +43,11 @@ def specs(config: ModelConfig) -> dict[str, ParamSpec]:
 
 def attend(
     weights: dict[str, jax.Array],
-    rotation: tuple[jax.Array, jax.Array],
-    segment_ids: jax.Array,
-    x: jax.Array,
+    rotation: tuple[Float[Array, "B S _"], Float[Array, "B S _"]],
+    segment_ids: Int[Array, "B S"],
+    x: Float[Array, "B S D"],
     config: ModelConfig,
-) -> jax.Array:
+) -> Float[Array, "B S D"]:
     """One attention block without its residual connection.
 
     Args:
@@ -92,20 +93,26 @@ def _visible(segment_ids):
     return same & (key <= query)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def rms_norm(
+    x: Float[Array, "*N D"], scale: Float[Array, " D"], eps: float
+) -> Float[Array, "*N D"]:
     """RMSNorm over the last dim, in float32, in x's dtype."""
     wide = x.astype(jnp.float32)
     wide *= lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return (wide * scale).astype(x.dtype)
 
 
-def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+def rotary_angles(
+    positions: Int[Array, "B S"], config: ModelConfig
+) -> tuple[Float[Array, "B S _"], Float[Array, "B S _"]]:
     """cos and sin float32 [B, S, rope/2] of int32 positions [B, S]."""
     angles = positions[:, :, None].astype(jnp.float32) * jnp.asarray(frequencies(config))
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(
+    x: Float[Array, "B S H rope"], cos: Float[Array, "B S _"], sin: Float[Array, "B S _"]
+) -> Float[Array, "B S H rope"]:
     """Rotates pairs of neighbours: x [B, S, H, rope], in x's dtype."""
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
     a, b = pairs[..., 0], pairs[..., 1]

@@ -14,6 +14,7 @@ import dataclasses
 import jax
 from jax import lax
 from jax import numpy as jnp
+from jaxtyping import Array, Float
 
 from octablox.fp8 import Recipe
 from octablox.mesh import ParamSpec, gather, norm_weight, vary, weight
@@ -154,7 +155,7 @@ def moe_layer(settings: Settings) -> Layer:
     return Layer(stages, open_weights, settings.schedule.order(len(stages)))
 
 
-def swiglu(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def swiglu(weights: dict[str, jax.Array], x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
     """silu(x @ gate) * (x @ up) @ down, for x [..., D]."""
     both = jnp.einsum("...d,dpf->...pf", x, weights["gate_up"])
     gate, up = both[..., 0, :], both[..., 1, :]

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax import numpy as jnp
+from jaxtyping import Array, Float, Int
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +34,9 @@ class CopyOrder:
     group_sizes: Any
 
 
-def sort_copies(chosen: jax.Array, num_experts: int, first_local: jax.Array | int) -> CopyOrder:
+def sort_copies(
+    chosen: Int[Array, "T k"], num_experts: int, first_local: Int[Array, ""] | int
+) -> CopyOrder:
     """Sorts copies by expert, beginning with expert `first_local`.
 
     Args:
@@ -52,7 +55,7 @@ def sort_copies(chosen: jax.Array, num_experts: int, first_local: jax.Array | in
 
 
 @jax.custom_vjp
-def dispatch(tokens: jax.Array, order: CopyOrder) -> jax.Array:
+def dispatch(tokens: Float[Array, "T D"], order: CopyOrder) -> Float[Array, "R D"]:
     """Rows [R, D] of `tokens` [T, D], sorted by expert."""
     return jnp.take(tokens, _token_of_row(order), axis=0)
 
@@ -67,7 +70,9 @@ def _dispatch_backward(order, grad):
 
 
 @jax.custom_vjp
-def combine(rows: jax.Array, weights: jax.Array, order: CopyOrder) -> jax.Array:
+def combine(
+    rows: Float[Array, "R D"], weights: Float[Array, "T k"], order: CopyOrder
+) -> Float[Array, "T D"]:
     """Tokens [T, D]: each the weighted sum of its copies' rows.
 
     Args:

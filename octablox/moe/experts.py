@@ -17,6 +17,7 @@ import functools
 import jax
 from jax import lax
 from jax import numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from octablox import fp8
 from octablox.fp8 import QArray, QuantizedWeight, Recipe
@@ -69,10 +70,10 @@ class Experts:
     def apply(
         self,
         weights: dict[str, QuantizedWeight],
-        rows: jax.Array,
-        group_sizes: jax.Array,
-        health: jax.Array,
-    ) -> jax.Array:
+        rows: Float[Array, "R D"],
+        group_sizes: Int[Array, " E"],
+        health: Float[Array, "3 3"],
+    ) -> Float[Array, "R D"]:
         """Rows [R, D] through their experts, [R, D]; zero for rows of experts held elsewhere."""
         multiply = functools.partial(
             gmm,

@@ -10,6 +10,7 @@ Shapes: T tokens, D model width, E experts, G groups of experts, k experts a tok
 import jax
 from jax import lax
 from jax import numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from octablox.mesh import ParamSpec, weight
 from octablox.moe.config import MoeConfig
@@ -22,8 +23,12 @@ def specs(config: MoeConfig, width: int) -> dict[str, ParamSpec]:
 
 
 def route(
-    hidden: jax.Array, gate: jax.Array, bias: jax.Array, config: MoeConfig, real: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    hidden: Float[Array, "T D"],
+    gate: Float[Array, "D E"],
+    bias: Float[Array, " E"],
+    config: MoeConfig,
+    real: Bool[Array, " T"],
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """Chooses experts.
 
     Args:
@@ -46,7 +51,9 @@ def route(
     return chosen, _with_load(weights * config.routed_scaling_factor, bias, load)
 
 
-def updated_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
+def updated_bias(
+    bias: Float[Array, "*L E"], load: Float[Array, "*L E"], rate: float
+) -> Float[Array, "*L E"]:
     """The bias [..., E] after a step: up where the load is below its mean, down where above."""
     return bias + rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
 

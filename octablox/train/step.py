@@ -108,8 +108,9 @@ class Trainer:
         self._settings = settings_of(config)
         self._optimizer = make_optimizer(config.optimizer, config.run.steps)
         self._accumulation = config.optimizer.gradient_accumulation_steps
-        self.step = jax.jit(self._step, donate_argnums=0)
-        self.eval_sums = jax.jit(self._eval_sums)
+        # Jitted; `compile_step` and `compile_eval` put the compiled programs in their place.
+        self.step: Any = jax.jit(self._step, donate_argnums=0)
+        self.eval_sums: Any = jax.jit(self._eval_sums)
 
     def compile_step(self, batch_shape: tuple[int, int]) -> None:
         """Compiles `step` for batches [B, S]; may run in a thread while data is being read."""
