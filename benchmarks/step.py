@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -203,8 +202,7 @@ def measure_here(case: str, steps: int, launched: float) -> Measured:
             cpu.append(_cpu_seconds() - before)
             first = first or time.time() - launched
             losses.append(round(float(metrics["loss"]), 4))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    return Measured(statistics.median(cpu[1:]), first, peak, tuple(losses))
+    return Measured(statistics.median(cpu[1:]), first, _peak_mib(os.getpid()), tuple(losses))
 
 
 def fixed_batch(settings):
@@ -267,7 +265,7 @@ def measure_maxtext(case: str, steps: int, command: list[str]) -> Measured:
         keys = {**MAXTEXT, **(CASES[case].maxtext or {}), "steps": str(steps)}
         keys["base_output_directory"] = folder
         line = [*command, *(f"{key}={value}" for key, value in keys.items())]
-        launched, cpu, losses, first, last_lines = time.time(), [], [], 0.0, []
+        launched, cpu, losses, last_lines, first, peak = time.time(), [], [], [], 0.0, 0.0
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         with subprocess.Popen(line, cwd=folder, env=_environment(), **pipes) as process:
             for text in process.stdout:
@@ -275,9 +273,8 @@ def measure_maxtext(case: str, steps: int, command: list[str]) -> Measured:
                 if completed := _COMPLETED.search(text):
                     first = first or time.time() - launched
                     cpu.append(_cpu_seconds_of(process.pid))
+                    peak = max(peak, _peak_mib(process.pid))
                     losses.append(float(completed[2]))
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode or len(losses) != steps:
         tail = "\n".join(last_lines)
         raise SystemExit(
@@ -285,7 +282,7 @@ def measure_maxtext(case: str, steps: int, command: list[str]) -> Measured:
             f"{process.returncode}; its last lines:\n{tail}"
         )
     spent = [after - before for before, after in itertools.pairwise(cpu)]
-    return Measured(statistics.median(spent), first, usage.ru_maxrss / 2**10, tuple(losses))
+    return Measured(statistics.median(spent), first, peak, tuple(losses))
 
 
 def _cpu_seconds_of(pid: int) -> float:
@@ -293,6 +290,12 @@ def _cpu_seconds_of(pid: int) -> float:
     with open(f"/proc/{pid}/stat") as file:
         after_name = file.read().rpartition(")")[2].split()
     return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_mib(pid: int) -> float:
+    """Of a process, 0 once it has ended; getrusage's begins with that of whoever started it."""
+    with open(f"/proc/{pid}/status") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) / 2**10
 
 
 def row_of(program: str, case: str, found: Measured, ours: Measured) -> Row:

@@ -248,8 +248,9 @@ def read_schedule(folder: str, name: str) -> tuple[list[tuple[int, int, str]], i
 def figures(case: Case, pieces, loop: int) -> dict:
     """Step, HBM rate and whole-call shares from the cycles of the pieces."""
     chip = tiles.CHIPS[case.chip]
-    rows_at_once = 16 if chip.macs["bf16"] == case.rate and case.type == "bf16" else 32
-    work = [(count * rows_at_once * chip.side**2, cycles) for cycles, count, _ in pieces]
+    # One vmatmul multiplies 16 rows of bfloat16, or 32 of an 8-bit type, with a full side.
+    rows = {True: 16, False: 32}
+    work = [(count * rows["bf16" in kind] * chip.side**2, cycles) for cycles, count, kind in pieces]
     if case.kernel != "octablox":
         macs, cycles = max(work)
         return {"step": round(macs / case.rate / (cycles + loop), 3)}

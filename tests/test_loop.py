@@ -8,6 +8,7 @@ import pytest
 from training_runs import checkpoint_steps, losses, rows, train
 
 from octablox import cli, config
+from octablox.errors import UserError
 
 TRAIN_KEYS = {
     *("step", "kind", "loss", "mtp_loss", "learning_rate", "grad_norm", "tokens", "step_seconds"),
@@ -171,10 +172,13 @@ def test_options_train(line, tmp_path):
         assert rows(tmp_path, "train")[0]["mtp_loss"] > 1
 
 
-def test_a_run_without_a_name_gets_one(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr("octablox.train.loop._read_data", lambda config, shape: seen.append(config))
-    with pytest.raises(AttributeError):  # the run ends where its data would be used
-        cli.main(["train", "model_name=tiny", f"base_output_directory={tmp_path}"])
-    assert seen[0].run.run_name.startswith("tiny-20")
-    assert [path.name for path in tmp_path.iterdir()] == [seen[0].run.run_name]
+def test_a_run_without_a_name_gets_one(tmp_path, monkeypatch, capsys):
+    def stop(config, shape):
+        raise UserError(f"{config.run.run_name} {shape}")
+
+    monkeypatch.setattr("octablox.train.loop._read_data", stop)
+    line = ["model_name=tiny", "per_device_batch_size=2", "gradient_accumulation_steps=3"]
+    assert cli.main(["train", *line, f"base_output_directory={tmp_path}"]) == 2
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith("tiny-20")
+    assert capsys.readouterr().err == f"error: {folder.name} (48, 64)\n"

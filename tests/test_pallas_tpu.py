@@ -67,10 +67,8 @@ def test_scale_of_each_group_and_column():
     rng = np.random.default_rng(2)
     x, dout = (test_kernels.operand(rng, (50, 128), E5M2, None) for _ in range(2))
     sizes, scale = np.array([0, 30, 3, 7]), rng.uniform(0.5, 2, (E, 128)).astype(np.float32)
-    run = functools.partial(
-        pallas_tpu_interpret.tgmm, num_local_groups=E, out_dtype=jnp.float32, group_scale=scale
-    )
-    got = jax.jit(run)(x, dout, jnp.asarray(sizes), 0)
+    run = functools.partial(pallas_tpu_interpret.tgmm, num_local_groups=E, out_dtype=jnp.float32)
+    got = jax.jit(run)(x, dout, jnp.asarray(sizes), 0, group_scale=scale)
     expected = reference.tgmm(x.value, dout.value, sizes, E) * scale[:, None, :]
     test_kernels.check(got, expected, np.float32)
 

@@ -143,7 +143,7 @@ def test_a_signal_to_the_program_itself(tmp_path):
 
 def test_a_second_ctrl_c_quits_at_once_and_loses_no_checkpoint(copied, monkeypatch, capsys, whole):
     with monkeypatch.context() as patch:
-        at_step(patch, 5, lambda: (press_ctrl_c(), press_ctrl_c()))
+        at_step(patch, 5, lambda run: (press_ctrl_c(), press_ctrl_c()))
         assert train(copied, "", base="") == 130
     assert capsys.readouterr().err == "interrupted\n"
     assert checkpoint_steps(copied) == [2, 3, 4]

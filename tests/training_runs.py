@@ -75,16 +75,16 @@ def assert_same_state(a: Restored, b: Restored) -> None:
 
 
 def at_step(monkeypatch, step: int, do) -> None:
-    """Calls `do()` when that step has run, before anything of it is logged or saved."""
+    """Calls `do(run)` when that step has run, before anything of it is logged or saved."""
     take = loop._Run._take
 
     def take_and_do(self, number, metrics):
         take(self, number, metrics)
         if number == step:
-            do()
+            do(self)
 
     monkeypatch.setattr(loop._Run, "_take", take_and_do)
 
 
-def press_ctrl_c() -> None:
+def press_ctrl_c(run: object = None) -> None:
     os.kill(os.getpid(), signal.SIGINT)

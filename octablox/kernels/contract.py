@@ -21,7 +21,7 @@ from jax import lax
 from jax import numpy as jnp
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)  # not frozen: Python writes tracebacks into exceptions
 class Unsupported(Exception):
     """A backend refuses a call; `argument` is what it refuses and `reason` why."""
 

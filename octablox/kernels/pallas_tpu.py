@@ -143,7 +143,8 @@ def _gmm(
     tiles = tiles or _choose(call)
     operands |= _gmm_scales(lhs, rhs, transpose_rhs, tiles, k_block)
     if row_weight is not None:
-        operands["row_weight"] = to_lanes(row_weight.astype(jnp.float32))
+        weight = to_lanes(row_weight.astype(jnp.float32))
+        operands["row_weight"] = vary_like((sizes,), weight)
     plan = pallas_tpu_gmm.Plan(
         *(tiles, rows, columns, experts, jnp.dtype(out_dtype)),
         transpose_rhs=transpose_rhs,
@@ -339,13 +340,13 @@ def _tgmm_scales(lhs, rhs, group_scale, columns, tiles):
             scales["lhs_factor"] = lhs.scale.reshape(1)
         else:
             scales["k_scale"] = to_lanes(_repeat(lhs.scale, 1, k).reshape(k))
-    by_column = group_scale
+    by_column = group_scale if group_scale is None else vary_like((rhs.value,), group_scale)
     if rhs.scale is not None:
         if rhs.scale.size == 1:
             scales["rhs_factor"] = rhs.scale.reshape(1)
         else:
-            by_column = _repeat(rhs.scale, 1, n)
-            by_column = by_column if group_scale is None else by_column * group_scale
+            channels = _repeat(rhs.scale, 1, n)
+            by_column = channels if by_column is None else channels * by_column
     if by_column is not None:
         by_column = _pad_last(by_column, columns)
         scales["n_scale"] = by_column.reshape(by_column.shape[0], -1, 1, tiles.n)

@@ -100,7 +100,7 @@ def moe_layer(settings: Settings) -> Layer:
 
     def route(weights, context, carry):
         h = rms_norm(carry["x"], weights["router"]["norm"], eps).reshape(-1, model.base_emb_dim)
-        real = context["segment_ids"].reshape(-1) > 0
+        real = context["real"].reshape(-1)
         gate, bias = weights["router"]["gate"], weights["router"]["bias"]
         chosen, mix = router.route(h, gate, bias, moe, real)
         return {"x": carry["x"], "h": h, "chosen": chosen, "mix": mix}

@@ -119,6 +119,11 @@ def _mtp(params, health, contexts, hidden, top, micro_batches, settings):
         following = rms_norm(following, weights["embedding_norm"], eps)
         both = jnp.concatenate([following, rms_norm(h, weights["hidden_norm"], eps)], axis=-1)
         carries.append({"x": both @ weights["projection"]})
+    # Where no next token is known, its embedding is garbage, and no load of the router.
+    contexts = [
+        {**context, "real": micro["weights"] > 0}
+        for context, micro in zip(contexts, micro_batches, strict=True)
+    ]
     shards = params["layers"], health["mtp"]
     return [carry["x"] for carry in run_layers(moe_layer(settings), shards, contexts, carries)]
 
@@ -160,7 +165,8 @@ def _embed(table, tokens):
 
 def _context(micro, model):
     cos, sin = rotary_angles(micro["positions"], model)
-    return {"cos": cos, "sin": sin, "segment_ids": micro["segment_ids"]}
+    real = micro["segment_ids"] > 0
+    return {"cos": cos, "sin": sin, "segment_ids": micro["segment_ids"], "real": real}
 
 
 def _split(batch, micro_batches):

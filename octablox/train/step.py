@@ -129,6 +129,7 @@ class Trainer:
         dtype = jnp.dtype(self.config.model.weight_dtype)
         params = init_params(self.specs, self.config.run.init_weights_seed, self.mesh, dtype)
         with jax.set_mesh(self.mesh):
+            params = _map_biases(lambda bias: bias.astype(jnp.float32), params)
             opt_state = jax.jit(self._optimizer.init)(_trainable(params)[0])
             step = jax.device_put(jnp.zeros((), jnp.int32), self._replicated)
             return TrainState(step, params, opt_state)
@@ -141,6 +142,7 @@ class Trainer:
             self.specs,
             shardings(self.specs, self.mesh),
         )
+        params = _map_biases(lambda bias: bias.update(dtype=jnp.float32), params)
         with jax.set_mesh(self.mesh):
             opt_state = jax.eval_shape(self._optimizer.init, _trainable(params)[0])
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
@@ -228,9 +230,20 @@ class Trainer:
         return map_specs(lambda spec: spec.partition_spec, self.specs)
 
 
+def _is_bias(path) -> bool:
+    return path[-1].key == "bias"
+
+
+def _map_biases(fn, params):
+    """`fn` of the router's biases: they are float32 always, since their steps are small."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: fn(leaf) if _is_bias(path) else leaf, params
+    )
+
+
 def _trainable(params):
     """`params` less the router's biases, and the biases alone; None where a leaf went."""
-    is_bias = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "bias", params)
+    is_bias = jax.tree_util.tree_map_with_path(lambda path, _: _is_bias(path), params)
     trainable = jax.tree.map(lambda bias, leaf: None if bias else leaf, is_bias, params)
     biases = jax.tree.map(lambda bias, leaf: leaf if bias else None, is_bias, params)
     return trainable, biases
