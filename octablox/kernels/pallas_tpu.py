@@ -288,11 +288,11 @@ def _k_block(lhs, rhs, rhs_contracted) -> tuple[Scaled, Scaled, int | None]:
     block = k // math.lcm(*counts)
     if block == k or block in (32, 64) or block % LANES == 0:
         return lhs, rhs, None if block == k else block
-    wide = (
+    left, right = (
         a if count == 1 else Scaled(_dequantized(a))
         for a, count in zip(operands, counts, strict=True)
     )
-    return *wide, None
+    return left, right, None
 
 
 def _dequantized(a: Scaled) -> jax.Array:
