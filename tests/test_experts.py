@@ -175,12 +175,19 @@ def test_bf16_gradients_are_autodiffs(merged):
     close(one_device(BF16, merged), dict(zip(names, (out, *grads), strict=True)), 3e-6)
 
 
-@RECIPE
-def test_merging_gate_and_up_changes_no_number(recipe):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bf16", "fp8_full", "fp8_tensorwise", "fp8_blockwise"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8", "int8")),
+    ],
+)
+def test_merging_gate_and_up_changes_no_number(name):
     """Not in `out`, nor in the weights' gradients; dlhs sums both halves' columns in another order.
 
     Where a gradient's scale spans columns, dlhs quantizes over 2F columns instead of twice F.
     """
+    recipe = RECIPES[name]
     merged, apart = one_device(recipe), one_device(recipe, merged=False)
     exact = ("out", "weights", "mix")
     assert tiny_model.differing(*({n: v[n] for n in exact} for v in (merged, apart))) == []
@@ -222,7 +229,11 @@ def test_gathered_weights_are_those_of_one_device(recipe, sharding, axes):
             both = whole["gate_up"].reshape(E, D, 2, F)[..., own].reshape(E, D, -1)
             expected = {"gate_up": both, "down": whole["down"][:, own]}
         found = {name: value[device] for name, value in got.items()}
-        assert tiny_model.differing(found, expected) == []
+        if recipe.name == "int8":
+            # absmax / scale is 127.5, a tie that the last bit decides: -128 or -127.
+            assert max(tiny_model.relative_errors(found, expected).values()) < 1e-3
+        else:
+            assert tiny_model.differing(found, expected) == []
     np.testing.assert_allclose(counts, expected_counts * axes.get("data", 1), rtol=1e-6)
 
 

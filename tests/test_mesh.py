@@ -102,7 +102,7 @@ def test_every_seed_works(seed):
 
 def test_fan_in_sets_the_size():
     stack = np.asarray(initial(SHAPES[0])["stack"], np.float64)
-    assert stack.std() == pytest.approx(32**-0.5, rel=0.05)
+    assert stack.std() == pytest.approx(64**-0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -24,11 +24,11 @@ def config(recipe, **settings):
 # ---- batch split against sequential -------------------------------------------------------------
 
 DEFAULT_SPLITS = [
-    ("bf16", "full", 2, "expert", 2),
+    ("bf16", "full", 4, "expert", 1),
     ("fp8_full", "minimal", 2, "expert", 4),
     ("fp8_tensorwise", "full", 2, "width", 2),
     ("fp8_blockwise", "none", 2, "width", 2),
-    ("mxfp8", "minimal", 4, "expert", 1),
+    ("mxfp8", "minimal", 2, "expert", 2),
     ("int8", "none", 2, "expert", 2),
 ]
 EVERY_SPLIT = [
@@ -71,25 +71,30 @@ def test_batch_split_equals_sequential(case):
     assert np.isfinite(results[0][0]["total"])
 
 
+EVERYTHING = {
+    "base_num_decoder_layers": 3,
+    "first_num_dense_layers": 1,
+    "mtp_num_layers": 1,
+    "gradient_accumulation_steps": 2,
+}
+
+
 @pytest.mark.parametrize(
-    "recipe", ["fp8_full", *(pytest.param(r, marks=pytest.mark.slow) for r in RECIPES)]
+    ("recipe", "layers"),
+    [
+        ("fp8_full", {"base_num_decoder_layers": 1}),
+        *(pytest.param(recipe, EVERYTHING, marks=pytest.mark.slow) for recipe in RECIPES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )
-def test_two_steps_give_the_same_state(recipe):
-    """As shipped, MTP and accumulation included: parameters, moments, biases and metrics."""
-    batches = [tiny_model.batch(64, length=8, seed=seed) for seed in (0, 1)]
+def test_two_steps_give_the_same_state(recipe, layers):
+    """As shipped: parameters, moments, biases and metrics."""
+    rows = 16 * layers.get("gradient_accumulation_steps", 1)
+    batches = [tiny_model.batch(rows, length=8, seed=seed) for seed in (0, 1)]
     mesh = tiny_model.mesh(fsdp=4, expert=2)
     results = []
     for split in (False, True):
-        sizes = with_schedule(
-            recipe,
-            "minimal",
-            2,
-            "expert",
-            2,
-            split,
-            mtp_num_layers=1,
-            gradient_accumulation_steps=2,
-        )
+        sizes = with_schedule(recipe, "minimal", 2, "expert", 2, split, **layers)
         trainer = Trainer(sizes, mesh)
         state, seen = trainer.init(), []
         for batch in batches:
@@ -111,8 +116,8 @@ DEFAULT_MESHES = [
     ("bf16", "width", 2, 2, False),
     ("fp8_full", "expert", 1, 2, True),
     ("fp8_full", "width", 1, 4, True),
-    ("fp8_tensorwise", "expert", 2, 2, False),
-    ("fp8_blockwise", "width", 1, 2, True),
+    ("fp8_tensorwise", "expert", 2, 2, True),
+    ("fp8_blockwise", "width", 1, 2, False),
     ("mxfp8", "expert", 1, 4, True),
     ("int8", "width", 2, 1, True),
 ]
@@ -123,7 +128,7 @@ EVERY_MESH = [
 ]
 
 
-BATCH = tiny_model.batch(16, length=8)
+BATCH = tiny_model.batch(8, length=8)
 
 
 def one_layer(recipe, sharding, merged, rows):
@@ -150,7 +155,7 @@ def one_device(recipe, merged):
     Without casts that is 2e-6. With casts it is up to 0.01: a value near the middle of two 8-bit
     ones is rounded the other way, which for a single value is 2^-4 (e4m3) or 2^-3 (e5m2) of it.
     """
-    sizes, mesh = one_layer(recipe, "expert", merged, 16), tiny_model.mesh()
+    sizes, mesh = one_layer(recipe, "expert", merged, 8), tiny_model.mesh()
     function = tiny_model.gradient_function(sizes, mesh, **tiny_model.QUICK)
 
     def run(values):
@@ -158,7 +163,7 @@ def one_device(recipe, merged):
 
     expected, rng = run(params()), np.random.default_rng(0)
     noisy = lambda a: (a * (1 + 2.0**-22 * rng.normal(size=a.shape))).astype(a.dtype)  # noqa: E731
-    moved = [distance(run(jax.tree.map(noisy, params())), expected) for _ in range(6)]
+    moved = [distance(run(jax.tree.map(noisy, params())), expected) for _ in range(5)]
     return expected, max(moved)
 
 
@@ -179,10 +184,11 @@ def test_a_mesh_equals_one_device(case):
     of two and their values were cast before, cutting them anew rounds only what it flushes.
     """
     recipe, sharding, data, ways, merged = case
-    sizes = one_layer(recipe, sharding, merged, 2)
+    sizes = one_layer(recipe, sharding, merged, 1)
     mesh = tiny_model.mesh(data, 8 // data // ways, ways)
     got = tiny_model.gradients(sizes, mesh, params(), BATCH, **tiny_model.QUICK)
-    expected, noise = one_device(recipe, merged)
+    cast = RECIPES[recipe].dlhs_grad
+    expected, noise = one_device(recipe, merged or cast is None or cast.tile[1] is not None)
     error = distance(got, expected)
     # Measured: 2.4e-6 at most, but 6e-3 for int8, whose absmax lies at the middle of two integers.
     assert error <= max(5e-6, noise), f"{error:.1e}, noise {noise:.1e}"
@@ -196,28 +202,27 @@ def test_a_mesh_equals_one_device(case):
     assert counted[0] == pytest.approx(counted[1] * data)
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_every_kind_of_layer_on_a_mesh_in_micro_batches_equals_one_device(sharding):
-    """Dense, MoE and MTP layers under bf16: micro-batches change nothing but the order of sums."""
-    sizes = {"mtp_num_layers": 1, "base_num_decoder_layers": 3, "first_num_dense_layers": 1}
-    alone = config("bf16", per_device_batch_size=16, **sizes)
-    split = config(
-        "bf16",
-        per_device_batch_size=2,
-        use_batch_split_schedule=True,
-        expert_sharding=sharding,
-        **sizes,
-    )
-    params = tiny_model.params(alone)
-    expected = tiny_model.gradients(alone, tiny_model.mesh(), params, BATCH, **tiny_model.QUICK)
-    mesh = tiny_model.mesh(data=2, fsdp=2, expert=2)
-    got = tiny_model.gradients(split, mesh, params, BATCH, **tiny_model.QUICK)
+@functools.cache
+def every_kind_of_layer(**settings):
+    """Gradients of a bf16 model with dense, MoE and MTP layers; on eight devices or on one."""
+    sizes = EVERYTHING | {"gradient_accumulation_steps": 1}
+    sizes = config("bf16", per_device_batch_size=2 if settings else 16, **sizes, **settings)
+    mesh = tiny_model.mesh(data=2, fsdp=2, expert=2) if settings else tiny_model.mesh()
+    params, batch = tiny_model.params(sizes), tiny_model.batch(16, length=8)
+    return tiny_model.gradients(sizes, mesh, params, batch, **tiny_model.QUICK), batch
+
+
+@pytest.mark.parametrize("sharding", ["expert", pytest.param("width", marks=pytest.mark.slow)])
+def test_every_kind_of_layer_in_micro_batches_equals_one_device(sharding):
+    """Under bf16 micro-batches change nothing but the order of sums."""
+    got, batch = every_kind_of_layer(use_batch_split_schedule=True, expert_sharding=sharding)
+    expected, _ = every_kind_of_layer()
     assert distance(got, expected) <= 1e-5
     for name in ("loss", "mtp_loss", "total"):
         assert got[0][name] == pytest.approx(expected[0][name], rel=2e-6)
     for where, real in (
-        (lambda grads: grads["moe_layers"], BATCH["segment_ids"]),
-        (lambda grads: grads["mtp"]["layers"], BATCH["weights"]),
+        (lambda grads: grads["moe_layers"], batch["segment_ids"]),
+        (lambda grads: grads["mtp"]["layers"], batch["weights"]),
     ):
         loads = [where(grads)["router"]["bias"] for grads in (got[1], expected[1])]
         np.testing.assert_array_equal(*loads)
