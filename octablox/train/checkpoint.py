@@ -345,6 +345,10 @@ def _orbax() -> Any:
     # Orbax logs through absl, also each error that it raises as well. Only its own records are
     # dropped. (Before the import "absl" would be made a plain logger, which knows no callers.)
     logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
+    # Writes that fail beside the one whose error is raised; nobody awaits them any more.
+    logging.getLogger("asyncio").addFilter(
+        lambda record: "exception was never retrieved" not in record.getMessage()
+    )
     _ignore_late_writers()
     return ocp
 
