@@ -192,7 +192,9 @@ def test_a_mesh_equals_one_device(case):
     error = distance(got, expected)
     # Measured: 2.4e-6 at most, but 6e-3 for int8, whose absmax lies at the middle of two integers.
     assert error <= max(5e-6, noise), f"{error:.1e}, noise {noise:.1e}"
-    assert noise < (0.02 if recipe == "int8" else 0.01 if recipe != "bf16" else 3e-6)
+    # One scale for a whole matrix (0.013 measured), or integers: each flip weighs more.
+    coarse = recipe in ("int8", "fp8_tensorwise")
+    assert noise < (3e-6 if recipe == "bf16" else 0.02 if coarse else 0.01)
     assert got[0]["total"] == pytest.approx(
         expected[0]["total"], rel=3e-4 if recipe == "int8" else 2e-6
     )
