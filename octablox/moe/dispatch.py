@@ -15,6 +15,8 @@ from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from octablox.kernels import vary_like
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +48,10 @@ def sort_copies(
     """
     expert = ((chosen - first_local) % num_experts).reshape(-1).astype(jnp.int32)
     copy = lax.iota(jnp.int32, expert.size)
+    copy = vary_like((expert,), copy)
     # Not argsort: that loses the varying type inside shard_map.
-    _, copy_of_row = lax.sort((expert, _vary_like(expert, copy)), num_keys=1, is_stable=True)
-    _, row_of_copy = lax.sort((copy_of_row, _vary_like(expert, copy)), num_keys=1, is_stable=False)
+    _, copy_of_row = lax.sort((expert, copy), num_keys=1, is_stable=True)
+    _, row_of_copy = lax.sort((copy_of_row, copy), num_keys=1, is_stable=False)
     is_of_group = expert[:, None] == lax.broadcasted_iota(jnp.int32, (1, num_experts), 1)
     group_sizes = jnp.sum(is_of_group, axis=0, dtype=jnp.int32)
     return CopyOrder(copy_of_row, row_of_copy.reshape(chosen.shape), group_sizes)
@@ -106,8 +109,3 @@ combine.defvjp(_combine_forward, _combine_backward)
 
 def _token_of_row(order):
     return order.copy_of_row // order.row_of_copy.shape[1]
-
-
-def _vary_like(example, value):
-    missing = jax.typeof(example).mat.varying - jax.typeof(value).mat.varying
-    return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
