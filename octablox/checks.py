@@ -75,7 +75,7 @@ def resolve_mesh_shape(config: Config, device_count: int) -> dict[str, int]:
         _require(
             device_count % fixed == 0,
             f"{written} = {fixed} does not divide {device_count} devices; "
-            f"choose sizes that do, or num_cpu_devices for virtual ones",
+            f"choose sizes that do, or {_count_hint(config)}",
         )
         return axes | {free[0]: device_count // fixed}
     _require(
@@ -84,6 +84,16 @@ def resolve_mesh_shape(config: Config, device_count: int) -> dict[str, int]:
         f"let one axis be -1",
     )
     return axes
+
+
+def _count_hint(config: Config) -> str:
+    """Where the number of devices comes from, and so what else can be changed."""
+    topology = config.target.compile_topology
+    return (
+        f"another compile_topology than {topology}"
+        if topology
+        else "num_cpu_devices for virtual ones"
+    )
 
 
 def global_batch_size(config: Config, device_count: int) -> int:
@@ -181,6 +191,11 @@ def _check_run(config: Config) -> None:
         f"base_output_directory says where it is",
     )
     _require(bool(run.base_output_directory), "base_output_directory: expected a folder, got ''")
+    slices = config.target.compile_topology_num_slices
+    _require(
+        slices == -1 or slices >= 1,
+        f"compile_topology_num_slices: expected -1 or at least 1, got {slices}",
+    )
 
 
 def _check_quantization(config: Config) -> None:

@@ -5,6 +5,7 @@ Nothing heavy is imported before a verb has work to do: `octablox --help` answer
 
 import dataclasses
 import difflib
+import functools
 import os
 import shutil
 import sys
@@ -42,6 +43,68 @@ def show(args: Sequence[str]) -> int:
     return 0
 
 
+def compile_step(args: Sequence[str]) -> int:
+    """Compiles the train step for TPUs that need not be here; reports memory, time and overlap."""
+    flags, keys = _split_flags(args)
+    # Before jax is imported: the TPUs are described, not here.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    resolved = _load(keys)
+    from octablox.aot import command
+
+    return command.run(resolved.config, flags)
+
+
+# Options of `compile` that are no keys of a run: name -> (what follows it, what it does).
+_COMPILE_FLAGS = {
+    "--json": ("FILE", "write the report there, for programs"),
+    "--save-hlo": ("FILE", "write the scheduled program's text there"),
+    "--xla": ("OPTION=VALUE", "an option of XLA's; once for each"),
+    "--link-gbps": ("NUMBER", "GB/s of the ring that collectives share, instead of the chip's"),
+    "--clock-ghz": ("NUMBER", "at which XLA's cycles pass, instead of the chip's"),
+}
+
+
+def _split_flags(args: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Pairs of --name and value, and the key=value arguments."""
+    flags, keys, rest = [], [], list(args)
+    while rest:
+        arg = rest.pop(0)
+        name, equals, value = arg.partition("=")
+        if name not in _COMPILE_FLAGS:
+            keys.append(arg)
+            continue
+        if not equals:
+            if not rest:
+                raise UserError(f"{name}: expected {_COMPILE_FLAGS[name][0]} after it, got nothing")
+            value = rest.pop(0)
+        flags.append((name, value))
+    return flags, keys
+
+
+def _compile_help() -> str:
+    verb = VERBS["compile"]
+    lines = [
+        "octablox compile [key=value ...] [options]",
+        "",
+        verb.summary,
+        "",
+        f"  {verb.example}",
+    ]
+    lines += ["", "Needs libtpu (pip install 'octablox[tpu]'), and no TPU.", "", "options:"]
+    for name, (value, text) in _COMPILE_FLAGS.items():
+        lines.append(f"  {f'{name} {value}':{_KEY_WIDTH}}{text}")
+    keys = {
+        "compile_topology=NAME:SHAPE": "tpu7x, v6e, v5p or v5e, and the chips along each axis "
+        "of a slice: tpu7x:4x4x8, v5e:16x16",
+        "compile_topology_num_slices=1": "slices of that shape",
+    }
+    lines += ["", "keys:"]
+    lines += [f"  {key:{_KEY_WIDTH}}{text}" for key, text in keys.items()]
+    lines += ["  and every key of a run: octablox train --help lists them", ""]
+    lines += ["Exit code 0: it fits. 2: it does not, or cannot be compiled; one line says why."]
+    return "\n".join(lines)
+
+
 _KEY_WIDTH = 40  # of a help line: name and default
 
 
@@ -51,6 +114,7 @@ class Verb:
 
     run: Callable[[Sequence[str]], int]
     example: str
+    help: Callable[[], str] | None = None  # instead of the list of all keys
 
     @property
     def summary(self) -> str:
@@ -61,6 +125,11 @@ class Verb:
 VERBS = {
     "train": Verb(train, "octablox train model_name=demo quantization=fp8_full steps=200"),
     "show": Verb(show, "octablox show model_name=deepseek3-671b num_cpu_devices=256"),
+    "compile": Verb(
+        compile_step,
+        "octablox compile model_name=deepseek2-16b compile_topology=tpu7x:2x2x2",
+        _compile_help,
+    ),
 }
 
 
@@ -96,7 +165,7 @@ def _run(args: Sequence[str]) -> int:
         hint = f"; did you mean {close[0]}?" if close else ""
         raise UserError(f"expected a verb ({', '.join(VERBS)}), got {name!r}{hint}")
     if "--help" in rest or "-h" in rest:
-        print(_verb_help(name))
+        print((VERBS[name].help or functools.partial(_verb_help, name))())
         return 0
     return VERBS[name].run(rest)
 

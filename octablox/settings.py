@@ -7,7 +7,7 @@ from octablox.mesh import MeshConfig
 from octablox.model.config import ModelConfig
 from octablox.moe.config import MoeConfig
 from octablox.schedule import ScheduleConfig
-from octablox.training_config import DataConfig, OptimizerConfig, RunConfig
+from octablox.training_config import DataConfig, OptimizerConfig, RunConfig, TargetConfig
 
 Value = str | int | float | bool
 
@@ -20,6 +20,7 @@ OWNERS: dict[str, type[pydantic.BaseModel]] = {
     "data": DataConfig,
     "optimizer": OptimizerConfig,
     "run": RunConfig,
+    "target": TargetConfig,
 }
 # key -> the owner it belongs to
 KEYS: dict[str, str] = {key: name for name, owner in OWNERS.items() for key in owner.model_fields}
@@ -41,6 +42,7 @@ class Config(pydantic.BaseModel):
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     run: RunConfig = RunConfig()
+    target: TargetConfig = TargetConfig()
 
 
 def dump(config: Config) -> dict[str, Value]:

@@ -1,4 +1,4 @@
-"""Settings of a training run: data, optimizer, checkpoints, evaluation."""
+"""Settings of a training run: data, optimizer, checkpoints, evaluation, target."""
 
 from typing import Literal
 
@@ -38,6 +38,17 @@ class OptimizerConfig(BaseModel):
     adam_weight_decay: float = Field(0.1, ge=0, description="decoupled, times the learning rate")
     gradient_clipping_threshold: float = Field(1.0, ge=0, description="global norm; 0: no clipping")
     gradient_accumulation_steps: int = Field(1, ge=1, description="batches summed before a step")
+
+
+class TargetConfig(BaseModel):
+    """The TPUs that `octablox compile` compiles for."""
+
+    model_config = _FROZEN
+
+    compile_topology: str = Field(
+        "", description="such as tpu7x:4x4x8, chips along each axis of a slice; or v5e-256"
+    )
+    compile_topology_num_slices: int = Field(1, description="slices of that topology; -1: 1")
 
 
 class RunConfig(BaseModel):

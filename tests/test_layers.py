@@ -21,6 +21,7 @@ LAYERS = [
     ["octablox.checks"],
     ["octablox.config", "octablox.presets."],
     ["octablox.train.", "octablox.show"],
+    ["octablox.aot."],
     ["octablox.cli"],
     ["octablox.__main__"],
 ]

@@ -112,11 +112,16 @@ class Trainer:
         self.step: Any = jax.jit(self._step, donate_argnums=0)
         self.eval_sums: Any = jax.jit(self._eval_sums)
 
+    def lower_step(self, batch_shape: tuple[int, int]) -> jax.stages.Lowered:
+        """`step` for batches [B, S], traced and lowered for the mesh's devices."""
+        with jax.set_mesh(self.mesh):
+            return self.step.lower(self.abstract_state(), self._abstract_batch(batch_shape))
+
     def compile_step(self, batch_shape: tuple[int, int]) -> None:
         """Compiles `step` for batches [B, S]; may run in a thread while data is being read."""
+        lowered = self.lower_step(batch_shape)
         with jax.set_mesh(self.mesh):
-            batch = self._abstract_batch(batch_shape)
-            self.step = self.step.lower(self.abstract_state(), batch).compile()
+            self.step = lowered.compile()
 
     def compile_eval(self, batch_shape: tuple[int, int]) -> None:
         """Compiles `eval_sums`; see `compile_step`."""

@@ -1,0 +1,234 @@
+"""FLOPs and memory traffic of one instruction of a compiled module.
+
+FLOPs of dense products come from their shapes. Those of the experts' grouped products cannot: how
+many rows are real is known at run time only, and XLA's own figure for `ragged_dot` is senseless.
+Theirs are 2 x rows x K x N, with the rows that a device works on when the load is even, which the
+config gives, and K x N of the expert's matrix, which the kernel's operand gives.
+"""
+
+import collections
+import functools
+import re
+
+from octablox.aot.hlo import HBM, HOST, Buffer, Computation, Instruction, Module
+
+# Products whose results are in a dtype's rate; mixed operands run at the wider one's.
+_KINDS = {"s8": "int8", "u8": "int8", "bf16": "bf16", "f16": "bf16", "f32": "f32"}
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id "
+    "opt-barrier add-dependency".split()
+)
+_ALIASES = frozenset(("bitcast", "reshape"))
+
+
+class Costs:
+    """Costs of the instructions of one module; remembers what it has counted.
+
+    Args:
+      module: the program of one device.
+      expert_rows: rows of one micro-batch that a device's experts work on, see the module's top.
+    """
+
+    def __init__(self, module: Module, expert_rows: float):
+        self._module, self._expert_rows = module, expert_rows
+        self._flops_of: dict[str, collections.Counter[str]] = {}
+        self._reads_of: dict[tuple[str, int], float] = {}
+        self.unknown_kernels: set[str] = set()
+
+    def flops(self, computation: Computation, instruction: Instruction) -> collections.Counter[str]:
+        """FLOPs by kind of operands, "bf16", "fp8", "int8" or "f32"; empty where it has none."""
+        expert = self.expert_product(computation, instruction)
+        if expert:
+            return expert
+        if instruction.opcode == "custom-call" and is_kernel(instruction):
+            return self._kernel(instruction)
+        if instruction.opcode in ("convolution", "dot"):
+            left, right = computation.operands(instruction)[:2]
+            count = _convolution if instruction.opcode == "convolution" else _dot
+            work = count(instruction, left.buffers[0], right.buffers[0])
+            return collections.Counter({_kind(left.buffers[0], right.buffers[0]): work})
+        if instruction.opcode != "fusion":
+            return collections.Counter()
+        total: collections.Counter[str] = collections.Counter()
+        for name in instruction.called:
+            if name not in self._flops_of:
+                inside = self._module.computations[name]
+                parts = (self.flops(inside, one) for one in inside)
+                self._flops_of[name] = sum(parts, collections.Counter())
+            total += self._flops_of[name]
+        return total
+
+    def expert_product(
+        self, computation: Computation, instruction: Instruction
+    ) -> collections.Counter[str]:
+        """FLOPs of one of the experts' grouped products; empty where it is none."""
+        where = instruction.op_name
+        is_gmm = instruction.opcode == "custom-call" and "gmm" in where and is_kernel(instruction)
+        is_ragged = instruction.opcode == "fusion" and "ragged_dot" in where
+        if not (is_gmm or is_ragged):
+            return collections.Counter()
+        out = instruction.buffers[0]
+        wide = [b for o in computation.operands(instruction) for b in o.buffers if _is_wide(b)]
+        matrix = out
+        if not (out.dims[:1] and len(out.dims) == 3 and "tgmm" in where):
+            # The rows, cut into blocks, begin as the result does; the matrices do not.
+            matrices = [b for b in wide if len(b.dims) == 3 and b.dims[:2] != out.dims[:2]]
+            if not matrices:
+                return collections.Counter()
+            matrix = max(matrices, key=lambda b: b.bytes)
+        kind = _kind(*wide[:2]) if len(wide) >= 2 else "bf16"
+        return collections.Counter(
+            {kind: 2.0 * self._expert_rows * matrix.dims[-1] * matrix.dims[-2]}
+        )
+
+    def _kernel(self, instruction: Instruction) -> collections.Counter[str]:
+        """FLOPs as another Pallas kernel declares them by its `cost_estimate`."""
+        declared = instruction.attribute(r'"cost_estimate":\{"flops":"?(\d+)')
+        if not declared:
+            self.unknown_kernels.add(re.sub(r"[._]*\d*$", "", instruction.name))
+        return collections.Counter({"bf16": float(declared or 0)})
+
+    def traffic(self, computation: Computation, instruction: Instruction) -> dict[int, float]:
+        """Bytes read and written, by memory space: `HBM` and `HOST`.
+
+        A slice read from a large array, or written into one, counts as long as it is.
+        """
+        spaces: dict[int, float] = {HBM: 0.0, HOST: 0.0}
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode.endswith(("-done", "-update")):
+            return spaces
+        if opcode in ("while", "call", "conditional"):
+            return spaces
+        for number, operand in enumerate(computation.operands(instruction)):
+            for buffer in operand.buffers if len(operand.buffers) == 1 else ():
+                size = self._read(computation, instruction, number, buffer)
+                spaces[buffer.space] = spaces.get(buffer.space, 0.0) + size
+        written = instruction.buffers[:1] if opcode == "copy-start" else instruction.buffers
+        sizes = self._written(computation, instruction)
+        for buffer, size in zip(written, sizes, strict=False):
+            spaces[buffer.space] = spaces.get(buffer.space, 0.0) + size
+        return spaces
+
+    def _read(self, computation, instruction, number, buffer) -> float:
+        """Bytes that `instruction` reads of its operand `number`."""
+        opcode = instruction.opcode
+        if opcode == "fusion":
+            return min(buffer.bytes, self._parameter_reads(instruction.called[0], number))
+        if opcode in ("dynamic-slice", "slice", "gather") and number == 0:
+            return instruction.buffers[0].bytes
+        if opcode == "dynamic-update-slice" and number == 0:
+            return 0.0  # the rest of the array stays where it is
+        return buffer.bytes
+
+    def _parameter_reads(self, name: str, number: int) -> float:
+        """Bytes that a fused computation reads of its parameter `number`."""
+        key = (name, number)
+        if key not in self._reads_of:
+            inside = self._module.computations[name]
+            parameter = next(
+                one for one in inside if one.opcode == "parameter" and one.argument == str(number)
+            )
+            self._reads_of[key] = self._reads(inside, parameter)
+        return self._reads_of[key]
+
+    def _reads(self, inside: Computation, value: Instruction) -> float:
+        total = 0.0
+        for user in inside.users[value.name]:
+            if user.opcode in _ALIASES:
+                total += self._reads(inside, user)
+                continue
+            for number, name in enumerate(user.operands):
+                if name == value.name:
+                    total += self._read(inside, user, number, value.buffers[0])
+        return total
+
+    def _written(self, computation: Computation, instruction: Instruction) -> list[float]:
+        """Bytes written of each array of the result."""
+        if instruction.opcode == "fusion":
+            inside = self._module.computations[instruction.called[0]]
+            root = inside.root
+            results = inside.operands(root) if root.opcode == "tuple" else [root]
+            return [size for one in results for size in self._written(inside, one)]
+        if instruction.opcode in _ALIASES:
+            operands = computation.operands(instruction)
+            if operands and operands[0].opcode != "parameter":
+                return self._written(computation, operands[0])
+        if instruction.opcode == "dynamic-update-slice":
+            return [computation.operands(instruction)[1].buffers[0].bytes]
+        return [buffer.bytes for buffer in instruction.buffers]
+
+    def has_product(self, computation: Computation, instruction: Instruction) -> bool:
+        """Whether it is, or holds, a matrix product or a kernel: what a transfer can run under."""
+        return is_kernel(instruction) or bool(self.flops(computation, instruction))
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Whether it is a Pallas kernel."""
+    return 'custom_call_target="tpu_custom_call"' in instruction.attributes
+
+
+def _is_wide(buffer: Buffer) -> bool:
+    """Whether it can be an operand of a product, and no scale, size or index."""
+    return len(buffer.dims) >= 2 and not buffer.dtype.startswith(("s32", "u32", "pred"))
+
+
+def _kind(left: Buffer, right: Buffer) -> str:
+    kinds = [
+        "fp8" if one.dtype.startswith("f8") else _KINDS.get(one.dtype, "bf16")
+        for one in (left, right)
+    ]
+    if kinds[0] == kinds[1]:
+        return kinds[0]
+    return "f32" if "f32" in kinds else "bf16"
+
+
+def _dot(instruction: Instruction, left: Buffer, right: Buffer) -> float:
+    contracted = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
+    work = 2.0 * instruction.buffers[0].bytes / _width(instruction.buffers[0])
+    for dim in filter(None, contracted.split(",")):
+        work *= left.dims[int(dim)]
+    return work
+
+
+def _width(buffer: Buffer) -> float:
+    return Buffer(buffer.dtype, (), buffer.space).bytes
+
+
+def _convolution(instruction: Instruction, left: Buffer, right: Buffer) -> float:
+    """XLA writes every product as a convolution; batch dims are spatial ones with dilation.
+
+    Each place of the window counts only where it meets an element of the input.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    if labels is None:
+        return 0.0
+    lhs, rhs, out = labels.groups()
+    size = dict(zip(out, instruction.buffers[0].dims, strict=True))
+    work = 2.0 * size["b"] * size["f"] * right.dims[rhs.index("i")]
+    window = instruction.attribute(r"window=\{([^}]*)\}")
+    fields = dict(field.split("=") for field in window.split())
+    for number, label in enumerate(sorted(set(out) - {"b", "f"})):
+        part = {key: value.split("x")[number] for key, value in fields.items()}
+        work *= _meetings(
+            *(size[label], int(part["size"]), left.dims[lhs.index(label)]),
+            stride=int(part.get("stride", 1)),
+            low=int(part.get("pad", "0_0").split("_")[0]),
+            lhs_dilate=int(part.get("lhs_dilate", 1)),
+            rhs_dilate=int(part.get("rhs_dilate", 1)),
+        )
+    return work
+
+
+@functools.lru_cache(maxsize=None)
+def _meetings(out: int, window: int, size: int, *, stride, low, lhs_dilate, rhs_dilate) -> int:
+    """How many pairs of a place in the output and one in the window meet an input element."""
+    met = 0
+    for k in range(window):
+        # Output o meets input (o * stride + k * rhs_dilate - low) / lhs_dilate.
+        first = k * rhs_dilate - low
+        met += sum(
+            1
+            for at in range(first, first + out * stride, stride)
+            if at >= 0 and at % lhs_dilate == 0 and at // lhs_dilate < size
+        )
+    return met
