@@ -50,62 +50,59 @@ class Chip:
     slice_rate: float
 
 
-def _chip(name, *, dims, devices=1, cores=1, tflops, macs, hbm_gib, hbm, ici, dcn_gbits) -> Chip:
-    """A chip from its published figures, those of the whole chip.
+@dataclasses.dataclass(frozen=True)
+class _Published:
+    """A whole chip's figures, in their usual units.
 
-    Args:
+    Attributes:
       name, dims, devices, cores: see `Chip`.
-      tflops: by kind of operands, TFLOP/s.
+      bf16, fp8, int8: peak TFLOP/s.
       macs: bf16 multiply-accumulates a cycle of all its cores.
       hbm_gib: of a device, see `Chip`.
       hbm: GB/s.
       ici: GB/s of all links, both directions.
-      dcn_gbits: Gb/s.
+      dcn: Gb/s.
     """
-    links = 2 * dims  # two to an axis, so that a ring may pass through
-    return Chip(
-        *(name, dims, devices, cores),
-        flops={kind: rate * 1e12 / devices for kind, rate in tflops.items()},
-        clock=tflops["bf16"] * 1e12 / (2 * macs),
-        hbm_bytes=hbm_gib * GIB,
-        hbm_rate=hbm * GB / devices,
-        # A ring receives on two links, and half of a link's published rate is each direction's.
-        ring_rate=REACHED * 2 * ici / links / 2 * GB,
-        slice_rate=dcn_gbits / 8 * GB / devices,
-    )
+
+    name: str
+    dims: int
+    devices: int
+    cores: int
+    bf16: float
+    fp8: float
+    int8: float
+    macs: int
+    hbm_gib: float
+    hbm: float
+    ici: float
+    dcn: float
+
+    def chip(self) -> Chip:
+        """One device of it."""
+        share = 1 / self.devices
+        links = 2 * self.dims  # two to an axis of the torus
+        return Chip(
+            *(self.name, self.dims, self.devices, self.cores),
+            flops={kind: getattr(self, kind) * 1e12 * share for kind in ("bf16", "fp8", "int8")},
+            clock=self.bf16 * 1e12 / (2 * self.macs),
+            hbm_bytes=self.hbm_gib * GIB,
+            hbm_rate=self.hbm * GB * share,
+            # A ring receives on two links; half of a link's published rate is each direction's.
+            ring_rate=REACHED * 2 * self.ici / links / 2 * GB,
+            slice_rate=self.dcn / 8 * GB * share,
+        )
 
 
 # Multiply-accumulates a cycle: v5e 4 matrix units of 128 x 128, v5p 2 x 4 of them, v6e 4 of
 # 256 x 256, TPU7x 2 x 4. Chips without FP8 units multiply FP8 as bf16.
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        _chip(
-            *("tpu7x",),
-            **dict(dims=3, devices=2, cores=2, macs=2 * 262144),
-            tflops={"bf16": 2307, "fp8": 4614, "int8": 2307},
-            **dict(hbm_gib=94.74, hbm=7380, ici=1200, dcn_gbits=100),
-        ),
-        _chip(
-            *("v6e",),
-            **dict(dims=2, macs=262144),
-            tflops={"bf16": 918, "fp8": 918, "int8": 1836},
-            **dict(hbm_gib=31.24, hbm=1638, ici=800, dcn_gbits=100),
-        ),
-        _chip(
-            *("v5p",),
-            **dict(dims=3, cores=2, macs=2 * 65536),
-            tflops={"bf16": 459, "fp8": 459, "int8": 918},
-            **dict(hbm_gib=95.73, hbm=2765, ici=1200, dcn_gbits=50),
-        ),
-        _chip(
-            *("v5e",),
-            **dict(dims=2, macs=65536),
-            tflops={"bf16": 197, "fp8": 197, "int8": 393},
-            **dict(hbm_gib=15.75, hbm=819, ici=400, dcn_gbits=25),
-        ),
-    )
-}
+_PUBLISHED = (
+    #           dims, devices, cores; TFLOP/s bf16, fp8, int8; macs; HBM GiB, GB/s; ICI, DCN
+    _Published("tpu7x", 3, 2, 2, 2307, 4614, 2307, 2 * 262144, 94.74, 7380, 1200, 100),
+    _Published("v6e", 2, 1, 1, 918, 918, 1836, 262144, 31.24, 1638, 800, 100),
+    _Published("v5p", 3, 1, 2, 459, 459, 918, 2 * 65536, 95.73, 2765, 1200, 50),
+    _Published("v5e", 2, 1, 1, 197, 197, 393, 65536, 15.75, 819, 400, 25),
+)
+CHIPS = {published.name: published.chip() for published in _PUBLISHED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +162,8 @@ def _near_chip(name: str) -> str:
 def _shapes(chip: Chip) -> list[tuple[int, ...]]:
     """Shapes of slices that are commonly offered, small ones first."""
     if chip.dims == 2:
-        sides = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
-        return sides  # type: ignore[return-value]
-    small = [(1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
+        return [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+    small: list[tuple[int, ...]] = [(1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
     cubes = itertools.combinations_with_replacement((4, 8, 12, 16), 3)  # made of 4 x 4 x 4
     return small + sorted(cubes, key=math.prod)
 

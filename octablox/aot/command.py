@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from octablox.aot.compiler import DoesNotFit, Options, compile_report
 from octablox.aot.report import print_report
@@ -90,7 +90,7 @@ class _Working:
         self._console = Console(stderr=True)
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
         self._progress = Progress(*columns, console=self._console, transient=True)
-        self._task = None
+        self._task: TaskID | None = None
 
     def __enter__(self) -> "_Working":
         if self._console.is_terminal:

@@ -12,13 +12,15 @@ import re
 
 from octablox.aot.hlo import HBM, HOST, Buffer, Computation, Instruction, Module
 
-# Products whose results are in a dtype's rate; mixed operands run at the wider one's.
+# The kinds of products, by HLO's dtype; mixed operands run at the wider one's rate.
 _KINDS = {"s8": "int8", "u8": "int8", "bf16": "bf16", "f16": "bf16", "f32": "f32"}
-_FREE = frozenset(
+_NO_TRAFFIC = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id "
-    "opt-barrier add-dependency".split()
+    "opt-barrier add-dependency while call conditional".split()
 )
-_ALIASES = frozenset(("bitcast", "reshape"))
+# What a fusion computes in passing: of what is read through it no more is read than is used.
+_PASSING = frozenset(("bitcast", "reshape", "copy", "convert"))
+_SLICES = ("dynamic-slice", "slice", "gather")
 
 
 class Costs:
@@ -46,7 +48,10 @@ class Costs:
             left, right = computation.operands(instruction)[:2]
             count = _convolution if instruction.opcode == "convolution" else _dot
             work = count(instruction, left.buffers[0], right.buffers[0])
-            return collections.Counter({_kind(left.buffers[0], right.buffers[0]): work})
+            kind = _kind(left.buffers[0], right.buffers[0])
+            if kind == "f32" and "operand_precision={highest" not in instruction.attributes:
+                kind = "bf16"  # without more being asked, float32 is rounded to bf16
+            return collections.Counter({kind: work})
         if instruction.opcode != "fusion":
             return collections.Counter()
         total: collections.Counter[str] = collections.Counter()
@@ -94,19 +99,25 @@ class Costs:
         A slice read from a large array, or written into one, counts as long as it is.
         """
         spaces: dict[int, float] = {HBM: 0.0, HOST: 0.0}
+
+        def add(space: int, size: float) -> None:
+            spaces[space] = spaces.get(space, 0.0) + size
+
         opcode = instruction.opcode
-        if opcode in _FREE or opcode.endswith(("-done", "-update")):
+        if opcode in _NO_TRAFFIC or opcode.endswith(("-done", "-update")):
             return spaces
-        if opcode in ("while", "call", "conditional"):
+        operands = [one.buffers for one in computation.operands(instruction)]
+        if opcode.endswith("-start"):
+            for space, size in _transfer(opcode.removesuffix("-start"), operands, instruction):
+                add(space, size)
             return spaces
-        for number, operand in enumerate(computation.operands(instruction)):
-            for buffer in operand.buffers if len(operand.buffers) == 1 else ():
-                size = self._read(computation, instruction, number, buffer)
-                spaces[buffer.space] = spaces.get(buffer.space, 0.0) + size
-        written = instruction.buffers[:1] if opcode == "copy-start" else instruction.buffers
+        for number, buffers in enumerate(operands):
+            if len(buffers) == 1:
+                size = self._read(computation, instruction, number, buffers[0])
+                add(buffers[0].space, size)
         sizes = self._written(computation, instruction)
-        for buffer, size in zip(written, sizes, strict=False):
-            spaces[buffer.space] = spaces.get(buffer.space, 0.0) + size
+        for buffer, size in zip(instruction.buffers, sizes, strict=False):
+            add(buffer.space, size)
         return spaces
 
     def _read(self, computation, instruction, number, buffer) -> float:
@@ -114,7 +125,7 @@ class Costs:
         opcode = instruction.opcode
         if opcode == "fusion":
             return min(buffer.bytes, self._parameter_reads(instruction.called[0], number))
-        if opcode in ("dynamic-slice", "slice", "gather") and number == 0:
+        if opcode in _SLICES and number == 0:
             return instruction.buffers[0].bytes
         if opcode == "dynamic-update-slice" and number == 0:
             return 0.0  # the rest of the array stays where it is
@@ -133,8 +144,12 @@ class Costs:
 
     def _reads(self, inside: Computation, value: Instruction) -> float:
         total = 0.0
+        if value.is_root:
+            total += value.buffers[0].bytes
         for user in inside.users[value.name]:
-            if user.opcode in _ALIASES:
+            if user.opcode in _PASSING or "output_to_operand_aliasing={{}: (0, {})}" in (
+                user.attributes if user.opcode == "fusion" else ""
+            ):
                 total += self._reads(inside, user)
                 continue
             for number, name in enumerate(user.operands):
@@ -149,7 +164,7 @@ class Costs:
             root = inside.root
             results = inside.operands(root) if root.opcode == "tuple" else [root]
             return [size for one in results for size in self._written(inside, one)]
-        if instruction.opcode in _ALIASES:
+        if instruction.opcode in _PASSING:
             operands = computation.operands(instruction)
             if operands and operands[0].opcode != "parameter":
                 return self._written(computation, operands[0])
@@ -160,6 +175,20 @@ class Costs:
     def has_product(self, computation: Computation, instruction: Instruction) -> bool:
         """Whether it is, or holds, a matrix product or a kernel: what a transfer can run under."""
         return is_kernel(instruction) or bool(self.flops(computation, instruction))
+
+
+def _transfer(kind, operands, instruction) -> list[tuple[int, float]]:
+    """(memory space, bytes) of both ends of a copy that runs beside the TensorCore."""
+    if kind == "copy":
+        target, source = instruction.buffers[:2]
+        return [(source.space, source.bytes), (target.space, target.bytes)]
+    if kind in _SLICES:  # the type has the operands first
+        source, target = operands[0][0], instruction.buffers[len(operands)]
+        return [(source.space, target.bytes), (target.space, target.bytes)]
+    if kind == "dynamic-update-slice":
+        target, source = operands[0][0], operands[1][0]
+        return [(source.space, source.bytes), (target.space, source.bytes)]
+    return []
 
 
 def is_kernel(instruction: Instruction) -> bool:
@@ -219,7 +248,7 @@ def _convolution(instruction: Instruction, left: Buffer, right: Buffer) -> float
     return work
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _meetings(out: int, window: int, size: int, *, stride, low, lhs_dilate, rhs_dilate) -> int:
     """How many pairs of a place in the output and one in the window meet an input element."""
     met = 0

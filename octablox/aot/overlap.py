@@ -172,10 +172,10 @@ class _Walk:
         self._collectives_in: dict[str, list[_Found]] = {}
         self._unknown_loops = 0
         self.collectives: list[Collective] = []
-        self.compute: collections.Counter[str] = collections.Counter()
-        self.flops: collections.Counter[str] = collections.Counter()
-        self.expert_flops: collections.Counter[str] = collections.Counter()
-        self.traffic: collections.Counter[int] = collections.Counter()
+        self.compute: collections.defaultdict[str, float] = collections.defaultdict(float)
+        self.flops: collections.defaultdict[str, float] = collections.defaultdict(float)
+        self.expert_flops: collections.defaultdict[str, float] = collections.defaultdict(float)
+        self.traffic: collections.defaultdict[int, float] = collections.defaultdict(float)
 
     def notes(self) -> list[str]:
         """What could not be read."""
@@ -212,7 +212,7 @@ class _Walk:
                     under_way[one.name] = transfer
                     continue
                 ring = self._begin(transfer, now, ring) if transfer.ends is None else ring
-                stall = max(0.0, transfer.ends - now)
+                stall = max(0.0, (transfer.ends or now) - now)
                 now += stall
                 between = products - transfer.products
                 self._add(
@@ -220,7 +220,8 @@ class _Walk:
                 )
                 continue
             found = self._found(computation, one)
-            self._count_traffic(computation, one, times)
+            if not found:
+                self._count_traffic(computation, one, times)
             if found and opcode.endswith("-start"):
                 transfer = _Open(one, one, found, products=products)
                 if one.operands:  # the operand is there: the transfer begins here
@@ -314,6 +315,7 @@ class _Walk:
     def _add(self, found, computation, one, times, phase, stall, products, is_async) -> None:
         for part in found:
             axes, size = self._axes(part), self._bytes(part)
+            self._count_collective(part, times)
             if not axes or not size:
                 continue
             label = "+".join(axes)
@@ -342,6 +344,12 @@ class _Walk:
     def _count_traffic(self, computation, one, times) -> None:
         for space, size in self._costs.traffic(computation, one).items():
             self.traffic[space] += size * times
+
+    def _count_collective(self, found: _Found, times: int) -> None:
+        """What a collective reads and writes, beside what it sends."""
+        ends = [*found.computation.operands(found.instruction), found.instruction]
+        for buffer in [buffer for one in ends for buffer in one.buffers]:
+            self.traffic[buffer.space] += buffer.bytes * times
 
     def _work(self, computation, one, times) -> tuple[float, bool]:
         """Seconds of an instruction, and whether it has a matrix product; counts its FLOPs."""

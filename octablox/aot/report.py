@@ -142,7 +142,7 @@ class Report:
         chip, lines = self.topology.chip, []
         if chip.devices > 1:
             lines.append(
-                f"JAX counts the {chip.devices} TensorCores of a {chip.name} chip as a device each; "
+                f"JAX counts each of a {chip.name} chip's {chip.devices} TensorCores as a device; "
                 "all figures are of one device, with its share of the chip"
             )
         lines += [
