@@ -26,6 +26,7 @@ STARTED = time.monotonic()  # about when the program was launched
 def train(args: Sequence[str]) -> int:
     """Trains a model, or resumes the run that `run_name` names."""
     resolved = _load(args)
+    _refuse_topology(resolved, "train")
     _check_devices(resolved)
     from octablox.train import loop
 
@@ -36,6 +37,7 @@ def show(args: Sequence[str]) -> int:
     """Prints what the settings come to: mesh, parameters, FLOPs and GEMMs; --json for programs."""
     as_json = "--json" in args
     resolved = _load([arg for arg in args if arg != "--json"])
+    _refuse_topology(resolved, "show")
     device_count = _check_devices(resolved)
     from octablox import show as report
 
@@ -55,7 +57,7 @@ def compile_step(args: Sequence[str]) -> int:
 
 
 # Options of `compile` that are no keys of a run: name -> (what follows it, what it does).
-_COMPILE_FLAGS = {
+COMPILE_FLAGS = {
     "--json": ("FILE", "write the report there, for programs"),
     "--save-hlo": ("FILE", "write the scheduled program's text there"),
     "--xla": ("OPTION=VALUE", "an option of XLA's; once for each"),
@@ -70,12 +72,12 @@ def _split_flags(args: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]
     while rest:
         arg = rest.pop(0)
         name, equals, value = arg.partition("=")
-        if name not in _COMPILE_FLAGS:
+        if name not in COMPILE_FLAGS:
             keys.append(arg)
             continue
         if not equals:
             if not rest:
-                raise UserError(f"{name}: expected {_COMPILE_FLAGS[name][0]} after it, got nothing")
+                raise UserError(f"{name}: expected {COMPILE_FLAGS[name][0]} after it, got nothing")
             value = rest.pop(0)
         flags.append((name, value))
     return flags, keys
@@ -91,7 +93,7 @@ def _compile_help() -> str:
         f"  {verb.example}",
     ]
     lines += ["", "Needs libtpu (pip install 'octablox[tpu]'), and no TPU.", "", "options:"]
-    for name, (value, text) in _COMPILE_FLAGS.items():
+    for name, (value, text) in COMPILE_FLAGS.items():
         lines.append(f"  {f'{name} {value}':{_KEY_WIDTH}}{text}")
     keys = {
         "compile_topology=NAME:SHAPE": "tpu7x, v6e, v5p or v5e, and the chips along each axis "
@@ -226,6 +228,14 @@ def _load(args: Sequence[str]) -> "Resolved":
     from octablox import config
 
     return config.load(args)
+
+
+def _refuse_topology(resolved: "Resolved", verb: str) -> None:
+    topology = resolved.config.target.compile_topology
+    if topology:
+        raise UserError(
+            f"compile_topology={topology} is for octablox compile; leave it out to {verb}"
+        )
 
 
 def _check_devices(resolved: "Resolved") -> int:

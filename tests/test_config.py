@@ -247,7 +247,7 @@ MAXTEXT = [
     ("tokenizer_path=t.model", "leave it out: text is read as bytes"),
     ("wo_tile_drhs_mlp_dim=512", "leave it out: the backend picks each GMM's tiles"),
     ("load_parameters_path=gs://x", "weights of other programs cannot be loaded yet"),
-    ("compile_topology=v5p-8", "octablox cannot compile for a described topology yet"),
+    ("compile_xla_flags=--a=1", "write octablox compile ... --xla OPTION=VALUE"),
     ("quantization=fp8", "write quantization=fp8_full"),
     ("model_name=deepseek3-671b-batchsplit", "model_name=deepseek3-671b use_batch_split_sch"),
     ("n_routing_groups=-1", "write n_routing_groups=1, which is no groups"),

@@ -68,14 +68,14 @@ class _Published:
     dims: int
     devices: int
     cores: int
-    bf16: float
-    fp8: float
-    int8: float
+    bf16: int
+    fp8: int
+    int8: int
     macs: int
     hbm_gib: float
-    hbm: float
-    ici: float
-    dcn: float
+    hbm: int
+    ici: int
+    dcn: int
 
     def chip(self) -> Chip:
         """One device of it."""
@@ -139,7 +139,9 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
     name, separator, size = re.match(r"([^:-]*)([:-]?)(.*)", text.strip().lower()).groups()  # type: ignore[union-attr]
     chip = CHIPS.get(name)
     if chip is None or not separator:
-        raise UserError(f"compile_topology: expected {_examples()}, got {text!r}{_near_chip(name)}")
+        raise UserError(
+            f"compile_topology: expected {_examples()} or smaller, got {text!r}{_near_chip(name)}"
+        )
     if separator == ":":
         shape = _shape(chip, size)
     else:

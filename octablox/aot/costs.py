@@ -6,9 +6,9 @@ Theirs are 2 x rows x K x N, with the rows that a device works on when the load 
 config gives, and K x N of the expert's matrix, which the kernel's operand gives.
 """
 
-import collections
 import functools
 import re
+from collections.abc import Iterable
 
 from octablox.aot.hlo import HBM, HOST, Buffer, Computation, Instruction, Module
 
@@ -33,11 +33,11 @@ class Costs:
 
     def __init__(self, module: Module, expert_rows: float):
         self._module, self._expert_rows = module, expert_rows
-        self._flops_of: dict[str, collections.Counter[str]] = {}
+        self._flops_of: dict[str, dict[str, float]] = {}
         self._reads_of: dict[tuple[str, int], float] = {}
         self.unknown_kernels: set[str] = set()
 
-    def flops(self, computation: Computation, instruction: Instruction) -> collections.Counter[str]:
+    def flops(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
         """FLOPs by kind of operands, "bf16", "fp8", "int8" or "f32"; empty where it has none."""
         expert = self.expert_product(computation, instruction)
         if expert:
@@ -51,27 +51,26 @@ class Costs:
             kind = _kind(left.buffers[0], right.buffers[0])
             if kind == "f32" and "operand_precision={highest" not in instruction.attributes:
                 kind = "bf16"  # without more being asked, float32 is rounded to bf16
-            return collections.Counter({kind: work})
+            return {kind: work}
         if instruction.opcode != "fusion":
-            return collections.Counter()
-        total: collections.Counter[str] = collections.Counter()
+            return {}
+        total: dict[str, float] = {}
         for name in instruction.called:
             if name not in self._flops_of:
                 inside = self._module.computations[name]
-                parts = (self.flops(inside, one) for one in inside)
-                self._flops_of[name] = sum(parts, collections.Counter())
-            total += self._flops_of[name]
+                self._flops_of[name] = _sum(self.flops(inside, one) for one in inside)
+            total = _sum([total, self._flops_of[name]])
         return total
 
     def expert_product(
         self, computation: Computation, instruction: Instruction
-    ) -> collections.Counter[str]:
+    ) -> dict[str, float]:
         """FLOPs of one of the experts' grouped products; empty where it is none."""
         where = instruction.op_name
         is_gmm = instruction.opcode == "custom-call" and "gmm" in where and is_kernel(instruction)
         is_ragged = instruction.opcode == "fusion" and "ragged_dot" in where
         if not (is_gmm or is_ragged):
-            return collections.Counter()
+            return {}
         out = instruction.buffers[0]
         wide = [b for o in computation.operands(instruction) for b in o.buffers if _is_wide(b)]
         matrix = out
@@ -79,19 +78,17 @@ class Costs:
             # The rows, cut into blocks, begin as the result does; the matrices do not.
             matrices = [b for b in wide if len(b.dims) == 3 and b.dims[:2] != out.dims[:2]]
             if not matrices:
-                return collections.Counter()
+                return {}
             matrix = max(matrices, key=lambda b: b.bytes)
         kind = _kind(*wide[:2]) if len(wide) >= 2 else "bf16"
-        return collections.Counter(
-            {kind: 2.0 * self._expert_rows * matrix.dims[-1] * matrix.dims[-2]}
-        )
+        return {kind: 2.0 * self._expert_rows * matrix.dims[-1] * matrix.dims[-2]}
 
-    def _kernel(self, instruction: Instruction) -> collections.Counter[str]:
+    def _kernel(self, instruction: Instruction) -> dict[str, float]:
         """FLOPs as another Pallas kernel declares them by its `cost_estimate`."""
         declared = instruction.attribute(r'"cost_estimate":\{"flops":"?(\d+)')
         if not declared:
             self.unknown_kernels.add(re.sub(r"[._]*\d*$", "", instruction.name))
-        return collections.Counter({"bf16": float(declared or 0)})
+        return {"bf16": float(declared or 0)}
 
     def traffic(self, computation: Computation, instruction: Instruction) -> dict[int, float]:
         """Bytes read and written, by memory space: `HBM` and `HOST`.
@@ -189,6 +186,14 @@ def _transfer(kind, operands, instruction) -> list[tuple[int, float]]:
         target, source = operands[0][0], operands[1][0]
         return [(source.space, source.bytes), (target.space, source.bytes)]
     return []
+
+
+def _sum(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for kind, number in part.items():
+            total[kind] = total.get(kind, 0.0) + number
+    return total
 
 
 def is_kernel(instruction: Instruction) -> bool:

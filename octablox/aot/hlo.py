@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 
-_SIZES = {"pred": 1, "bf16": 2, "s4": 0.5, "u4": 0.5}
+_SIZES = {"pred": 1.0, "bf16": 2.0, "s4": 0.5, "u4": 0.5}
 _ARRAY = re.compile(r"\b(pred|bf16|[suf]\d+|f8e\w+|c64)\[([\d,]*)\](?:\{([^}]*)\})?")
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
@@ -44,7 +44,7 @@ class Buffer:
         if self.dtype in _SIZES:
             width = _SIZES[self.dtype]
         elif self.dtype.startswith("f8"):
-            width = 1
+            width = 1.0
         else:
             width = int(re.sub(r"\D", "", self.dtype)) / 8
         return math.prod(self.dims) * width

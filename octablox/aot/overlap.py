@@ -12,6 +12,7 @@ other. A `-done` waits for what is left of its transfer: that is its exposed tim
 
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -262,7 +263,7 @@ class _Walk:
         if len(usual) > 1:
             lengths = {name: _Length(self).of(name) for name in usual}
             usual = [max(usual, key=lambda name: lengths[name])]
-        return sum(self.run(name, times, phase) for name in usual)
+        return math.fsum(self.run(name, times, phase) for name in usual)
 
     def _is_fallback(self, name: str) -> bool:
         named = [one for one in self._module.computations[name] if one.op_name]
@@ -287,7 +288,7 @@ class _Walk:
         return transfer.ends
 
     def _seconds(self, found: list[_Found]) -> float:
-        return sum(self._bytes(one) / self._rate(self._axes(one)) for one in found)
+        return math.fsum(self._bytes(one) / self._rate(self._axes(one)) for one in found)
 
     def _rate(self, axes: Sequence[str]) -> float:
         slow = self._slow_axes & set(axes)
@@ -378,8 +379,8 @@ class _Length:
 
     def of(self, name: str) -> float:
         computation = self._walk._module.computations[name]
-        return sum(
-            sum(self.of(called) for called in one.called if one.opcode in ("while", "call"))
+        return math.fsum(
+            math.fsum(self.of(called) for called in one.called if one.opcode in ("while", "call"))
             or self._walk.seconds_of(computation, one)
             for one in computation
         )
@@ -388,7 +389,7 @@ class _Length:
 def compute_seconds(flops: Mapping[str, float], chip: Chip) -> float:
     """Seconds of FLOPs by kind of operands at the chip's peak; float32 at a sixth of bf16's."""
     rates = {**chip.flops, "f32": chip.flops["bf16"] / 6}  # three passes of two bf16 halves
-    return sum(number / rates[kind] for kind, number in flops.items())
+    return math.fsum(number / rates[kind] for kind, number in flops.items())
 
 
 def _as_reduce_scatter(inside: Computation, parts: list[_Found]) -> list[_Found]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -120,7 +121,7 @@ class Report:
         return {
             "flops": compute_seconds(self.schedule.flops, chip),
             "hbm": self.schedule.hbm_bytes / chip.hbm_rate,
-            "network": sum(one.seconds for one in self.traffic),
+            "network": math.fsum(one.seconds for one in self.traffic),
         }
 
     @property
@@ -131,7 +132,7 @@ class Report:
     @property
     def exposed_seconds(self) -> float:
         """Of the modelled step, in which the TensorCore waits for the network."""
-        return sum(one.exposed_seconds for one in self.traffic)
+        return math.fsum(one.exposed_seconds for one in self.traffic)
 
     def mfu(self, seconds: float) -> float:
         """Model FLOPs a second over the bf16 peak, for a step of that length."""
@@ -222,10 +223,10 @@ def sum_collectives(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
             Traffic(
                 *(first.phase, first.axes, first.kind),
                 count=sum(one.times for one in ones),
-                bytes=sum(one.times * one.bytes for one in ones),
-                overlapped_bytes=sum(one.times * one.bytes for one in ones if one.products),
-                seconds=sum(one.times * one.seconds for one in ones),
-                exposed_seconds=sum(one.times * one.exposed for one in ones),
+                bytes=math.fsum(one.times * one.bytes for one in ones),
+                overlapped_bytes=math.fsum(one.times * one.bytes for one in ones if one.products),
+                seconds=math.fsum(one.times * one.seconds for one in ones),
+                exposed_seconds=math.fsum(one.times * one.exposed for one in ones),
             )
         )
     return tuple(rows)
@@ -302,8 +303,8 @@ def _work_table(report: Report) -> Table:
     for one in report.traffic:
         network.setdefault((one.axes, one.kind), []).append(one)
     for (axes, kind), ones in sorted(network.items()):
-        size = sum(one.bytes for one in ones)
-        seconds = sum(one.seconds for one in ones)
+        size = math.fsum(one.bytes for one in ones)
+        seconds = math.fsum(one.seconds for one in ones)
         table.add_row(f"network bytes, {axes}, {kind}", _si(size), _ms(seconds))
     if schedule.host_bytes:
         table.add_row("bytes to and from the host", _si(schedule.host_bytes), "")
@@ -332,14 +333,14 @@ def _collective_table(report: Report) -> Table:
 
 def _numbers(ones: Iterable[Traffic]) -> list[str]:
     ones = list(ones)
-    size = sum(one.bytes for one in ones)
-    under = sum(one.overlapped_bytes for one in ones)
+    size = math.fsum(one.bytes for one in ones)
+    under = math.fsum(one.overlapped_bytes for one in ones)
     return [
         f"{sum(one.count for one in ones):,}",
         f"{size / 1e6:,.2f}",
         f"{100 * under / size:.0f}%" if size else "–",
-        _ms(sum(one.seconds for one in ones)),
-        _ms(sum(one.exposed_seconds for one in ones)),
+        _ms(math.fsum(one.seconds for one in ones)),
+        _ms(math.fsum(one.exposed_seconds for one in ones)),
     ]
 
 
