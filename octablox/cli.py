@@ -27,7 +27,7 @@ def train(args: Sequence[str]) -> int:
     """Trains a model, or resumes the run that `run_name` names."""
     resolved = _load(args)
     _refuse_topology(resolved, "train")
-    _check_devices(resolved)
+    _check_devices(resolved, _join_hosts(resolved))
     from octablox.train import loop
 
     return loop.train(resolved, started=STARTED)
@@ -238,7 +238,21 @@ def _refuse_topology(resolved: "Resolved", verb: str) -> None:
         )
 
 
-def _check_devices(resolved: "Resolved") -> int:
+def _join_hosts(resolved: "Resolved") -> int:
+    """Joins the run's other processes; returns how many there are."""
+    from octablox.train import hosts
+
+    processes = hosts.start(resolved.config.hosts)
+    devices = resolved.config.mesh.num_cpu_devices
+    if devices % processes:
+        raise UserError(
+            f"num_cpu_devices must be a multiple of the number of processes, {processes}, which "
+            f"share them; got {devices}"
+        )
+    return processes
+
+
+def _check_devices(resolved: "Resolved", processes: int = 1) -> int:
     """Sets up the devices that the settings ask for, checks against them, and counts them."""
     import jax
 
@@ -247,7 +261,7 @@ def _check_devices(resolved: "Resolved") -> int:
     count = resolved.config.mesh.num_cpu_devices
     if count:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", count // processes)
     count = count or jax.device_count()
     checks.check_devices(resolved.config, count)
     return count

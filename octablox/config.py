@@ -19,7 +19,7 @@ import yaml
 
 from octablox import checks, maxtext
 from octablox.errors import UserError
-from octablox.settings import KEYS, OWNERS, Config, Value, difference, dump
+from octablox.settings import KEYS, OWNERS, Config, Value, difference, dump, of_a_run
 
 __all__ = ["KEYS", "OWNERS", "Config", "Resolved", "Value", "difference", "dump", "load"]
 __all__ += ["preset", "preset_names", "read", "write"]
@@ -94,8 +94,11 @@ def preset(name: str) -> dict[str, str]:
 
 
 def write(config: Config, path: pathlib.Path) -> None:
-    """Writes the config as flat YAML, which `config=FILE` and a resumed run read back."""
-    path.write_text(yaml.safe_dump(dump(config), sort_keys=False))
+    """Writes the config as flat YAML, which `config=FILE` and a resumed run read back.
+
+    Without the keys of a launch: a resumed run may have other processes.
+    """
+    path.write_text(yaml.safe_dump(of_a_run(dump(config)), sort_keys=False))
 
 
 def read(path: pathlib.Path) -> Config:

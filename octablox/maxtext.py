@@ -56,7 +56,6 @@ ALWAYS: dict[str, tuple[tuple[str, ...], str]] = {
     "lr_schedule_type": (("cosine",), "the schedule is a cosine"),
     "z_loss_multiplier": (("0",), "there is no z-loss"),
     "packing": (("true",), "documents are packed into rows"),
-    "skip_jax_distributed_system": (("true",), "octablox runs as one process"),
     "num_slices": (("-1", "1"), _ONE_SLICE),
     "dcn_data_parallelism": (("1", "-1"), _ONE_SLICE),
     **{

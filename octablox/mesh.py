@@ -36,7 +36,10 @@ class MeshConfig(pydantic.BaseModel):
         "explicit", description="how arrays are sharded; octablox knows only explicit meshes"
     )
     num_cpu_devices: int = pydantic.Field(
-        0, ge=0, description="run on that many virtual CPU devices; 0: the platform's own devices"
+        0,
+        ge=0,
+        description="run on that many virtual CPU devices, those of all processes; "
+        "0: the platform's own devices",
     )
     ici_data_parallelism: int = pydantic.Field(1, description="devices of axis data")
     ici_fsdp_parallelism: int = pydantic.Field(-1, description="devices of axis fsdp; -1: the rest")

@@ -7,7 +7,13 @@ from octablox.mesh import MeshConfig
 from octablox.model.config import ModelConfig
 from octablox.moe.config import MoeConfig
 from octablox.schedule import ScheduleConfig
-from octablox.training_config import DataConfig, OptimizerConfig, RunConfig, TargetConfig
+from octablox.training_config import (
+    DataConfig,
+    HostsConfig,
+    OptimizerConfig,
+    RunConfig,
+    TargetConfig,
+)
 
 Value = str | int | float | bool
 
@@ -21,7 +27,10 @@ OWNERS: dict[str, type[pydantic.BaseModel]] = {
     "optimizer": OptimizerConfig,
     "run": RunConfig,
     "target": TargetConfig,
+    "hosts": HostsConfig,
 }
+# What is said of one launch, and not of the run that it starts or resumes.
+OF_A_LAUNCH = ("target", "hosts")
 # key -> the owner it belongs to
 KEYS: dict[str, str] = {key: name for name, owner in OWNERS.items() for key in owner.model_fields}
 if len(KEYS) != sum(len(owner.model_fields) for owner in OWNERS.values()):
@@ -43,6 +52,7 @@ class Config(pydantic.BaseModel):
     optimizer: OptimizerConfig = OptimizerConfig()
     run: RunConfig = RunConfig()
     target: TargetConfig = TargetConfig()
+    hosts: HostsConfig = HostsConfig()
 
 
 def dump(config: Config) -> dict[str, Value]:
@@ -53,7 +63,12 @@ def dump(config: Config) -> dict[str, Value]:
     return flat
 
 
+def of_a_run(flat: dict[str, Value]) -> dict[str, Value]:
+    """`dump`'s keys less those of a launch."""
+    return {key: value for key, value in flat.items() if KEYS.get(key) not in OF_A_LAUNCH}
+
+
 def difference(a: Config, b: Config) -> dict[str, tuple[Value, Value]]:
-    """The keys whose values differ: key -> (a's value, b's value)."""
-    left, right = dump(a), dump(b)
+    """The keys of a run whose values differ: key -> (a's value, b's value)."""
+    left, right = of_a_run(dump(a)), of_a_run(dump(b))
     return {key: (left[key], right[key]) for key in left if left[key] != right[key]}

@@ -40,6 +40,22 @@ class OptimizerConfig(BaseModel):
     gradient_accumulation_steps: int = Field(1, ge=1, description="batches summed before a step")
 
 
+class HostsConfig(BaseModel):
+    """The processes of one run; where a launcher started them, they find each other."""
+
+    model_config = _FROZEN
+
+    coordinator_address: str = Field("", description="HOST:PORT of process 0")
+    num_processes: int = Field(0, ge=0, description="processes of the run; 0: as launched")
+    process_id: int = Field(-1, ge=-1, description="which of them this is; -1: as launched")
+    jax_distributed_initialization_timeout: int = Field(
+        300, ge=1, description="seconds to wait for the other processes"
+    )
+    skip_jax_distributed_system: bool = Field(
+        False, description="run as one process, whatever the environment says"
+    )
+
+
 class TargetConfig(BaseModel):
     """The TPUs that `octablox compile` compiles for."""
 

@@ -8,6 +8,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# What `Interrupt.requested` can be.
+SIGNALS = (None, "SIGTERM", "SIGINT")
 
 
 class Interrupt:

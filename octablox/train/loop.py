@@ -23,10 +23,11 @@ from octablox.checks import global_batch_size, resolve_mesh_shape
 from octablox.config import Config, Resolved
 from octablox.errors import UserError
 from octablox.fp8 import recipe_from_config
+from octablox.train import hosts
 from octablox.train.checkpoint import Checkpoints
 from octablox.train.data import Data, make_data
-from octablox.train.interrupt import Interrupt
-from octablox.train.metrics import MetricsWriter, cannot_write
+from octablox.train.interrupt import SIGNALS, Interrupt
+from octablox.train.metrics import MetricsWriter, NoWriter, cannot_write
 from octablox.train.progress import Progress
 from octablox.train.report import plot_loss, summary_table, write_summary
 from octablox.train.step import Trainer, TrainState
@@ -62,9 +63,10 @@ def train(resolved: Resolved, started: float) -> int:
     """
     config = _named(resolved.config)
     folder = Path(config.run.base_output_directory) / config.run.run_name
-    notes = _prepare_folder(folder, config, resolved.resuming)
+    prepare = functools.partial(_prepare_folder, folder, config, resolved.resuming)
+    notes = hosts.on_main(prepare) or []
     _use_compilation_cache(config.run.jax_cache_dir)
-    console = Console()
+    console = Console(quiet=not hosts.is_main())
     note = functools.partial(_note, console)
     for text in notes:
         note(text)
@@ -137,8 +139,7 @@ class _Run:
             progress = Progress(
                 self._run.steps, first, self._data.bigram_nats, console=self._console
             )
-            writer = MetricsWriter(self._folder, self._run.enable_tensorboard, resume_step=first)
-            with writer, progress:
+            with self._writer(first) as writer, progress:
                 progress.note("compiling the train step")
                 step_compiled.result()
                 self._wait_for_eval = eval_compiled.result
@@ -152,6 +153,12 @@ class _Run:
             note(f"stopped at step {self._last['step']}; enable_checkpointing=false: nothing saved")
         return 130
 
+    def _writer(self, first: int) -> MetricsWriter:
+        """Of process 0 the run's metrics."""
+        if not hosts.is_main():
+            return NoWriter()
+        return MetricsWriter(self._folder, self._run.enable_tensorboard, resume_step=first)
+
     def _train(self, state, first, writer, progress, interrupt) -> str:
         """The loop over steps; returns why it ended: "finished" or a signal's name."""
         checkpoints, saving = self._checkpoints, self._run.enable_checkpointing
@@ -163,7 +170,9 @@ class _Run:
             data_state = self._data.train.get_state()
             batch = self._trainer.place(next(self._data.train))
             self._take(step, jax.device_get(metrics))
-            stopping = interrupt.requested is not None
+            # All processes stop after the same step, whichever was asked to.
+            stop = SIGNALS[hosts.largest(SIGNALS.index(interrupt.requested))]
+            stopping = stop is not None
             last = step == self._run.steps
             if step % self._run.log_period == 0 or last or stopping or step == first + 1:
                 self._log(step, writer, progress)
@@ -172,7 +181,7 @@ class _Run:
             if saving and (checkpoints.due(step) or last or stopping):
                 checkpoints.save(step, state, data_state, blocking=last or stopping)
             if stopping and not last:
-                return interrupt.requested
+                return stop
         return "finished"
 
     def _take(self, step, metrics) -> None:
@@ -239,6 +248,8 @@ class _Run:
 
     def _finish(self, stop: str) -> None:
         """The summary, the picture and the table."""
+        if not hosts.is_main():
+            return
         summary = self._summary(stop)
         write_summary(self._folder, summary)
         title = f"{summary['run_name']}: {summary['recipe']}, {summary['schedule']}"
@@ -293,7 +304,7 @@ def _named(config: Config) -> Config:
     """The config with a run_name: one made from the model and the time if none is given."""
     if config.run.run_name:
         return config
-    name = f"{config.model_name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    name = hosts.mains(f"{config.model_name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     return config.model_copy(update={"run": config.run.model_copy(update={"run_name": name})})
 
 

@@ -125,6 +125,19 @@ class MetricsWriter:
         self.close()
 
 
+class NoWriter(MetricsWriter):
+    """The writer of a process that leaves the writing to another."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Writes nothing."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def _drop_later_rows(path: Path, resume_step: int) -> None:
     rows = [row for row in read_metrics(path) if resume_step and row["step"] <= resume_step]
     write_atomically(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))

@@ -1,0 +1,226 @@
+"""Several processes: how they find each other, and that together they are one run."""
+
+import json
+import signal
+import time
+
+import process_runs
+import pytest
+import training_runs
+
+from octablox.errors import UserError
+from octablox.train import hosts
+from octablox.training_config import HostsConfig
+
+LINE = (
+    "ici_expert_parallelism=2 quantization=fp8_full use_batch_split_schedule=true "
+    "per_device_batch_size=2 eval_interval=4"
+)
+# The devices of all processes together are as many as the test's own process has.
+SHARED = f"{LINE} num_cpu_devices=8"
+
+
+@pytest.mark.parametrize(
+    ("keys", "environment", "expected"),
+    [
+        ({}, {}, {}),
+        ({}, {"JAX_COORDINATOR_ADDRESS": ""}, {}),
+        (
+            {"coordinator_address": "h:1", "num_processes": 2, "process_id": 0},
+            {},
+            {"coordinator_address": "h:1", "num_processes": 2, "process_id": 0},
+        ),
+        (
+            {"process_id": 1},
+            {
+                "JAX_COORDINATOR_ADDRESS": "h:1",
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": "0",
+            },
+            {"coordinator_address": "h:1", "num_processes": 2, "process_id": 1},
+        ),
+        # Slurm says the rest.
+        (
+            {"coordinator_address": "h:1"},
+            {"SLURM_STEP_NUM_TASKS": "2"},
+            {"coordinator_address": "h:1"},
+        ),
+    ],
+)
+def test_what_keys_and_environment_say(keys, environment, expected):
+    assert hosts._given(HostsConfig(**keys), environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "environment", "line"),
+    [
+        (
+            {"coordinator_address": "h:1"},
+            {},
+            "several processes need coordinator_address, num_processes and process_id; "
+            "num_processes and process_id is missing, as a key or as JAX_NUM_PROCESSES, "
+            "JAX_PROCESS_ID in the environment",
+        ),
+        (
+            {"coordinator_address": "h", "num_processes": 2, "process_id": 0},
+            {},
+            "coordinator_address: expected HOST:PORT, got 'h'",
+        ),
+        (
+            {"coordinator_address": "h:1", "num_processes": 2, "process_id": 2},
+            {},
+            "process_id: expected 0 to num_processes - 1 = 1, got 2",
+        ),
+        (
+            {},
+            {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"},
+            "JAX_NUM_PROCESSES: expected a whole number, got 'two'",
+        ),
+    ],
+)
+def test_settings_that_do_not_suffice(keys, environment, line):
+    with pytest.raises(UserError) as error:
+        hosts._given(HostsConfig(**keys), environment)
+    assert str(error.value) == line
+
+
+@pytest.mark.parametrize(
+    ("environment", "launched"),
+    [
+        ({}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "1"}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
+        ({"MEGASCALE_NUM_SLICES": "2"}, True),
+    ],
+)
+def test_launchers(environment, launched):
+    assert hosts._launched({"JAX_PLATFORMS": "cpu"} | environment) is launched
+
+
+def test_a_plain_process_does_not_join_any(monkeypatch):
+    monkeypatch.setattr(hosts.jax.distributed, "initialize", lambda **settings: pytest.fail())
+    assert hosts.start(HostsConfig(), {"JAX_PLATFORMS": "cpu"}) == 1
+    skipped = HostsConfig(skip_jax_distributed_system=True, coordinator_address="h:1")
+    assert hosts.start(skipped, {"SLURM_STEP_NUM_TASKS": "4"}) == 1
+
+
+def test_processes_that_do_not_come_are_a_users_error(monkeypatch):
+    def nobody(**settings):
+        raise RuntimeError("DEADLINE_EXCEEDED: nobody came\nand a trace")
+
+    monkeypatch.setattr(hosts.jax.distributed, "initialize", nobody)
+    config = HostsConfig(coordinator_address="h:1", num_processes=2, process_id=0)
+    with pytest.raises(UserError, match="within 300 s: DEADLINE_EXCEEDED: nobody came; check"):
+        hosts.start(config, {})
+
+
+def test_alone_everything_is_ones_own():
+    assert hosts.is_main()
+    assert hosts.largest(3) == 3
+    assert hosts.mains("a name") == "a name"
+    assert hosts.on_main(lambda: "done") == "done"
+
+    def fails():
+        raise UserError("disk full")
+
+    with pytest.raises(UserError, match="disk full"):
+        hosts.on_main(fails)
+
+
+def test_devices_are_shared_evenly(monkeypatch, capsys):
+    from octablox import cli
+
+    monkeypatch.setattr(hosts, "start", lambda config: 3)
+    assert cli.main(["train", "model_name=tiny", "num_cpu_devices=8"]) == 2
+    assert capsys.readouterr().err == (
+        "error: num_cpu_devices must be a multiple of the number of processes, 3, which share "
+        "them; got 8\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run of one process that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert training_runs.train(folder, f"{LINE} steps=12") == 0
+    return folder
+
+
+def assert_same_run(folder, whole):
+    """Every logged number and the last checkpoint are those of one process, to the bit."""
+    assert training_runs.losses(folder) == training_runs.losses(whole)
+    evals = [
+        {row["step"]: row["eval_loss"] for row in training_runs.rows(one, "eval")}
+        for one in (folder, whole)
+    ]
+    assert evals[0] == evals[1]
+    training_runs.assert_same_state(training_runs.saved(folder), training_runs.saved(whole))
+
+
+def wait_for_step(folder, step, started, timeout=180):
+    """Returns when the run has logged that step."""
+    metrics = folder / "run" / "metrics.jsonl"
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        assert all(process.poll() is None for process in started), process_runs.finish(started)
+        if metrics.exists() and f'"step": {step},' in metrics.read_text():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no step {step} within {timeout} s")
+
+
+def test_two_processes_stop_together_and_one_goes_on_as_if_nothing_had_been(tmp_path, whole):
+    # The processes stop because the one that does not write was asked to.
+    started = process_runs.start(tmp_path, f"{SHARED} steps=100000", processes=2)
+    wait_for_step(tmp_path, 2, started)
+    started[1].send_signal(signal.SIGTERM)
+    ended = process_runs.finish(started)
+    assert [code for code, _, _ in ended] == [130, 130], ended
+    (_, out, _), (_, others, _) = ended
+    (step,) = training_runs.checkpoint_steps(tmp_path)[-1:]
+    assert f"saved step {step}" in out
+    assert "step 1/" not in others and "saved step" not in others
+    assert max(training_runs.losses(tmp_path)) == step
+    # What they computed is what one process computes, as far as that went.
+    expected = training_runs.losses(whole)
+    got = training_runs.losses(tmp_path)
+    assert {n: got[n] for n in expected if n in got} == {
+        n: expected[n] for n in expected if n in got
+    }
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"] == "SIGTERM"
+    # Checkpoints are whole and of the same layout: one process resumes from them.
+    assert training_runs.train(tmp_path, f"{LINE} num_cpu_devices=0 steps={step + 1}") == 0
+    assert training_runs.losses(tmp_path).keys() == set(range(1, step + 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_train_the_run_of_one(tmp_path, whole, processes):
+    ended = process_runs.run(tmp_path, f"{SHARED} steps=12", processes)
+    assert [code for code, _, _ in ended] == [0] * processes, ended
+    assert_same_run(tmp_path, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_run_whose_processes_are_killed_goes_on_from_its_last_checkpoint(tmp_path, whole, victim):
+    line = f"{SHARED} checkpoint_period=2"
+    started = process_runs.start(tmp_path, f"{line} steps=100000", processes=2)
+    wait_for_step(tmp_path, 5, started)
+    started[victim].kill()
+    time.sleep(0.5)
+    for process in started:
+        process.kill()
+    process_runs.finish(started)
+    saved = training_runs.checkpoint_steps(tmp_path)[-1]
+    assert saved >= 2
+    ended = process_runs.run(tmp_path, f"{line} steps={max(saved + 2, 12)}", processes=2)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert f"from step {saved}" in ended[0][1]
+    expected, got = training_runs.losses(whole), training_runs.losses(tmp_path)
+    assert {step: got[step] for step in expected} == expected
