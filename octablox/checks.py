@@ -5,6 +5,7 @@ UserError of one line: what was expected, what was got, what to do.
 """
 
 import difflib
+import math
 import pathlib
 
 from octablox.errors import UserError
@@ -22,9 +23,9 @@ def check(config: Config) -> None:
     _check_quantization(config)
 
 
-def check_devices(config: Config, device_count: int) -> None:
-    """Raises a UserError where the mesh or the batch does not fit `device_count` devices."""
-    axes = resolve_mesh_shape(config, device_count)
+def check_devices(config: Config, device_count: int, slices: int = 1) -> None:
+    """Raises a UserError where the mesh or the batch does not fit that many devices."""
+    axes = resolve_mesh_shape(config, device_count, slices)
     model, moe = config.model, config.moe
     shards = axes["fsdp"] * axes["expert"]
     _require(
@@ -49,41 +50,62 @@ def check_devices(config: Config, device_count: int) -> None:
     _check_batch(config, device_count)
 
 
-def resolve_mesh_shape(config: Config, device_count: int) -> dict[str, int]:
+def resolve_mesh_shape(config: Config, device_count: int, slices: int = 1) -> dict[str, int]:
     """Devices of each mesh axis, {"data": .., "fsdp": .., "expert": ..}, with -1 filled in."""
-    mesh = config.mesh
-    axes = {
-        "data": mesh.ici_data_parallelism,
-        "fsdp": mesh.ici_fsdp_parallelism,
-        "expert": mesh.ici_expert_parallelism,
-    }
+    between = resolve_slices(config, slices)
+    within = _axes(config, "ici")
+    fixed, free, written = _parts("ici", within)
+    in_a_slice = device_count // slices
+    devices = f"{in_a_slice} devices" + (" of a slice" if slices > 1 else "")
+    if free:
+        _require(
+            in_a_slice % fixed == 0,
+            f"{written} = {fixed} does not divide {devices}; "
+            f"choose sizes that do, or {_count_hint(config)}",
+        )
+        within[free] = in_a_slice // fixed
+    _require(
+        free != "" or fixed == in_a_slice,
+        f"the mesh {written} = {fixed} must have as many places as devices, {in_a_slice}; "
+        f"let one axis be -1",
+    )
+    return {axis: size * between[axis] for axis, size in within.items()}
+
+
+def resolve_slices(config: Config, slices: int = 1) -> dict[str, int]:
+    """Slices that each mesh axis spans, {"data": .., "fsdp": .., "expert": ..}."""
+    between = _axes(config, "dcn")
+    fixed, free, written = _parts("dcn", between)
+    several = f"{slices} slices" if slices > 1 else "one slice (CPUs and GPUs have no more)"
+    _require(
+        slices % fixed == 0 if free else slices == fixed,
+        f"the slices {written} = {fixed} must {'divide' if free else 'be'} those that there are, "
+        f"{several}; change dcn_data_parallelism, dcn_fsdp_parallelism or dcn_expert_parallelism",
+    )
+    return between | ({free: slices // fixed} if free else {})
+
+
+def _axes(config: Config, network: str) -> dict[str, int]:
+    """The sizes set for each axis, within a slice ("ici") or between slices ("dcn")."""
+    axes = ("data", "fsdp", "expert")
+    return {axis: getattr(config.mesh, f"{network}_{axis}_parallelism") for axis in axes}
+
+
+def _parts(network: str, axes: dict[str, int]) -> tuple[int, str, str]:
+    """The product of the sizes that are set, the axis that is -1 or "", and the sizes in words."""
     for axis, size in axes.items():
         _require(
             size == -1 or size >= 1,
-            f"ici_{axis}_parallelism: expected -1 or at least 1, got {size}",
+            f"{network}_{axis}_parallelism: expected -1 or at least 1, got {size}",
         )
     free = [axis for axis, size in axes.items() if size == -1]
     _require(
         len(free) <= 1,
         "at most one mesh axis can be -1 (what is left), got -1 for " + " and ".join(free),
     )
-    fixed = 1
-    for size in axes.values():
-        fixed *= max(size, 1)
+    fixed = math.prod(size for size in axes.values() if size != -1)
     written = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size != -1)
-    if free:
-        _require(
-            device_count % fixed == 0,
-            f"{written} = {fixed} does not divide {device_count} devices; "
-            f"choose sizes that do, or {_count_hint(config)}",
-        )
-        return axes | {free[0]: device_count // fixed}
-    _require(
-        fixed == device_count,
-        f"the mesh {written} = {fixed} must have as many places as devices, {device_count}; "
-        f"let one axis be -1",
-    )
-    return axes
+    return fixed, "".join(free), written
 
 
 def _count_hint(config: Config) -> str:

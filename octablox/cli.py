@@ -256,12 +256,12 @@ def _check_devices(resolved: "Resolved", processes: int = 1) -> int:
     """Sets up the devices that the settings ask for, checks against them, and counts them."""
     import jax
 
-    from octablox import checks
+    from octablox import checks, mesh
 
     count = resolved.config.mesh.num_cpu_devices
     if count:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count // processes)
     count = count or jax.device_count()
-    checks.check_devices(resolved.config, count)
+    checks.check_devices(resolved.config, count, mesh.slice_count(jax.devices()))
     return count

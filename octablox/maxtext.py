@@ -11,7 +11,6 @@ owners and are not listed here. Three tables:
 
 from octablox.errors import UserError
 
-_ONE_SLICE = "octablox runs on one slice"
 _AXES = "octablox shards over data, fsdp and expert only"
 _OTHER_AXES = (
     *("sequence", "context", "context_usp_ulysses", "context_autoregressive", "tensor"),
@@ -56,12 +55,12 @@ ALWAYS: dict[str, tuple[tuple[str, ...], str]] = {
     "lr_schedule_type": (("cosine",), "the schedule is a cosine"),
     "z_loss_multiplier": (("0",), "there is no z-loss"),
     "packing": (("true",), "documents are packed into rows"),
-    "num_slices": (("-1", "1"), _ONE_SLICE),
-    "dcn_data_parallelism": (("1", "-1"), _ONE_SLICE),
+    "num_slices": (("-1",), "the devices know their slices; dcn_ keys lay axes over them"),
     **{
-        f"dcn_{axis}_parallelism": (("1",), _ONE_SLICE) for axis in (*_OTHER_AXES, "fsdp", "expert")
+        f"{network}_{axis}_parallelism": (("1",), _AXES)
+        for network in ("ici", "dcn")
+        for axis in _OTHER_AXES
     },
-    **{f"ici_{axis}_parallelism": (("1",), _AXES) for axis in _OTHER_AXES},
 }
 
 _TILES = "leave it out: the backend picks each GMM's tiles; `octablox show` prints them"

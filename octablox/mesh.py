@@ -44,14 +44,48 @@ class MeshConfig(pydantic.BaseModel):
     ici_data_parallelism: int = pydantic.Field(1, description="devices of axis data")
     ici_fsdp_parallelism: int = pydantic.Field(-1, description="devices of axis fsdp; -1: the rest")
     ici_expert_parallelism: int = pydantic.Field(1, description="devices of axis expert")
+    dcn_data_parallelism: int = pydantic.Field(-1, description="slices of axis data; -1: the rest")
+    dcn_fsdp_parallelism: int = pydantic.Field(1, description="slices of axis fsdp")
+    dcn_expert_parallelism: int = pydantic.Field(1, description="slices of axis expert")
 
 
-def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """An explicit-sharding mesh with the axes `AXES`; `shape` gives each axis its size."""
+def make_mesh(
+    shape: Mapping[str, int],
+    devices: Sequence[jax.Device] | None = None,
+    slices: Mapping[str, int] | None = None,
+) -> Mesh:
+    """An explicit-sharding mesh with the axes `AXES`.
+
+    Args:
+      shape: devices of each axis.
+      devices: the platform's if None.
+      slices: of each axis, how many slices it spans; None: one slice has all devices.
+    """
     devices = jax.devices() if devices is None else devices
     sizes = tuple(shape[axis] for axis in AXES)
-    grid = np.array(devices[: math.prod(sizes)]).reshape(sizes)
+    grid = _grid(sizes, devices[: math.prod(sizes)], slices)
     return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def _grid(sizes, devices, slices):
+    """The devices in an order that suits their network: neighbours along the fast axes."""
+    if devices[0].platform != "tpu":
+        return np.array(devices).reshape(sizes)
+    from jax.experimental import mesh_utils
+
+    between = tuple((slices or {}).get(axis, 1) for axis in AXES)
+    settings = {"devices": devices, "allow_split_physical_axes": True}
+    if math.prod(between) == 1:
+        return mesh_utils.create_device_mesh(sizes, **settings)
+    within = tuple(size // count for size, count in zip(sizes, between, strict=True))
+    return mesh_utils.create_hybrid_device_mesh(within, between, **settings)
+
+
+def slice_count(devices: Sequence[jax.Device]) -> int:
+    """TPU slices that the devices belong to; other platforms have none, which counts as one."""
+    if devices[0].platform != "tpu":
+        return 1
+    return len({getattr(device, "slice_index", 0) for device in devices})
 
 
 def batch_partition(leading: int = 0) -> PartitionSpec:

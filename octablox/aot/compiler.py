@@ -85,15 +85,16 @@ def compile_report(
       UserError: no libtpu; a topology or mesh that cannot be; XLA refuses the program.
     """
     topology = _topology(config, options)
-    checks.check_devices(config, topology.devices)
-    mesh = make_mesh(checks.resolve_mesh_shape(config, topology.devices), _devices(topology))
+    checks.check_devices(config, topology.devices, topology.slices)
+    shape = checks.resolve_mesh_shape(config, topology.devices, topology.slices)
+    slices = checks.resolve_slices(config, topology.slices)
+    mesh = make_mesh(shape, _devices(topology), slices)
     trainer = Trainer(config, mesh)
     rows = checks.global_batch_size(config, topology.devices)
-    shape = (rows, config.run.max_target_length)
     with _without_cache():
         began, cpu = time.monotonic(), _cpu_seconds()
         note(f"tracing and lowering for {topology.devices} devices")
-        lowered = trainer.lower_step(shape)
+        lowered = trainer.lower_step((rows, config.run.max_target_length))
         lowered_in = time.monotonic() - began
         note(f"XLA compiles for {topology.name}")
         state = _state_bytes(trainer)
@@ -110,7 +111,7 @@ def compile_report(
     schedule = read_schedule(
         *(hlo.parse(text), topology.chip, dict(mesh.shape)),
         expert_rows=_expert_rows(config, mesh),
-        slow_axes=("data",) if topology.slices > 1 else (),
+        slow_axes=[axis for axis, count in slices.items() if count > 1],
     )
     tokens = rows * config.run.max_target_length
     forward = sum(show.flops_per_token(config).values())

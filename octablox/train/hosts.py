@@ -38,10 +38,12 @@ def start(config: HostsConfig, environment: Mapping[str, str] = os.environ) -> i
     # SIGTERM is the training loop's (see interrupt.py), not JAX's.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    complete = {"cluster_detection_method": "deactivate"} if len(given) == 3 else {}
+    detection = "deactivate" if len(given) == 3 else None
     timeout = config.jax_distributed_initialization_timeout
     try:
-        jax.distributed.initialize(**given, **complete, initialization_timeout=timeout)
+        jax.distributed.initialize(
+            **given, cluster_detection_method=detection, initialization_timeout=timeout
+        )
     except (ValueError, RuntimeError) as error:
         if not given and "should be defined" in str(error):
             return 1  # a TPU of one host, say

@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 
 from octablox import config as configs
 from octablox import mesh as meshes
-from octablox.checks import global_batch_size, resolve_mesh_shape
+from octablox.checks import global_batch_size, resolve_mesh_shape, resolve_slices
 from octablox.config import Config, Resolved
 from octablox.errors import UserError
 from octablox.fp8 import recipe_from_config
@@ -47,6 +48,9 @@ RESUMABLE = {
     "ici_data_parallelism",
     "ici_fsdp_parallelism",
     "ici_expert_parallelism",
+    "dcn_data_parallelism",
+    "dcn_fsdp_parallelism",
+    "dcn_expert_parallelism",
     "base_output_directory",
 }
 
@@ -75,7 +79,7 @@ def train(resolved: Resolved, started: float) -> int:
         if done >= config.run.steps:
             note(f"{folder} has {done} steps already; to go on, give a larger steps=")
             return 0
-        mesh = meshes.make_mesh(resolve_mesh_shape(config, jax.device_count()))
+        mesh = _make_mesh(config)
         trainer = Trainer(config, mesh)
         shape = global_batch_size(config, jax.device_count()), config.run.max_target_length
         data = _read_data(config, shape)
@@ -172,15 +176,14 @@ class _Run:
             self._take(step, jax.device_get(metrics))
             # All processes stop after the same step, whichever was asked to.
             stop = SIGNALS[hosts.largest(SIGNALS.index(interrupt.requested))]
-            stopping = stop is not None
             last = step == self._run.steps
-            if step % self._run.log_period == 0 or last or stopping or step == first + 1:
+            if step % self._run.log_period == 0 or last or stop or step == first + 1:
                 self._log(step, writer, progress)
             if last or (self._run.eval_interval > 0 and step % self._run.eval_interval == 0):
                 self._evaluate(step, state, writer, progress)
-            if saving and (checkpoints.due(step) or last or stopping):
-                checkpoints.save(step, state, data_state, blocking=last or stopping)
-            if stopping and not last:
+            if saving and (checkpoints.due(step) or last or stop):
+                checkpoints.save(step, state, data_state, blocking=last or stop is not None)
+            if stop and not last:
                 return stop
         return "finished"
 
@@ -284,6 +287,12 @@ class _Run:
         if base != type(self._run).model_fields["base_output_directory"].default:
             args.append(f"base_output_directory={base}")
         return shlex.join(["octablox", "train", *args])
+
+
+def _make_mesh(config: Config) -> Mesh:
+    slices = meshes.slice_count(jax.devices())
+    shape = resolve_mesh_shape(config, jax.device_count(), slices)
+    return meshes.make_mesh(shape, slices=resolve_slices(config, slices))
 
 
 def _note(console: Console, text: str) -> None:
