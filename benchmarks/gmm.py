@@ -30,8 +30,8 @@ from octablox.gmm import gmm
 
 # name: (experts, M, K, N)
 SHAPES = {
-    "E8": (8, 2048, 512, 512),
-    "E16": (16, 2048, 512, 512),
+    "E8": (8, 4096, 512, 512),
+    "E16": (16, 4096, 512, 512),
     "E64": (64, 4096, 256, 256),
 }
 SPLITS = ("even", "skewed", "half empty")

@@ -304,13 +304,14 @@ def parse_calibration(method: str) -> tuple[str, float]:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantizedWeight:
-    """A weight that was quantized before it reached its GMM.
+class Quantized:
+    """An operand that was quantized before it reached its GMM.
 
     Attributes:
-      master: stands for the weight in differentiation: its shape, and the dtype of its gradient.
+      master: stands for the operand in differentiation: its shape, and the dtype of its gradient.
         Its values are never read.
-      q: the 8-bit values [E, K, N] and their scale.
+      q: the 8-bit values and their scale; or, under a recipe that does not cast the operand, its
+        values.
 
     As any pytree it may hold other leaves in place of its arrays, such as partition specs.
     """
@@ -320,8 +321,57 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[E, K, N]."""
+        """Of the operand: [E, K, N] of a weight, [M, K] of activations."""
         return self.master.shape
+
+    def split_by_gradient(self) -> tuple["Quantized", "Quantized"]:
+        """The part that is differentiated, and the rest."""
+        return Quantized(self.master, None), Quantized(None, self.q)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Master:
+    """What is left of a `Quantized.master` that is not held as an array."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+
+
+def without_masters(tree: Any) -> Any:
+    """`tree` with the masters of what is quantized reduced to shape and dtype.
+
+    Nobody reads them, but XLA holds every array that a loop carries.
+    """
+
+    def drop(node):
+        if not isinstance(node, Quantized) or node.q is None:  # a gradient has no `q`
+            return node
+        return Quantized(_Master(node.master.shape, jnp.dtype(node.master.dtype)), node.q)
+
+    return jax.tree.map(drop, tree, is_leaf=_is_quantized)
+
+
+def with_masters(tree: Any) -> Any:
+    """The inverse of `without_masters`: zeros."""
+
+    def make(node):
+        if not isinstance(node, Quantized) or not isinstance(node.master, _Master):
+            return node
+        return new_quantized(node.q, node.master.shape, node.master.dtype)
+
+    return jax.tree.map(make, tree, is_leaf=_is_quantized)
+
+
+def new_quantized(
+    q: QArray | jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+) -> Quantized:
+    """`q` with a master of the operand's shape and its gradient's dtype."""
+    return Quantized(vary_like(tuple(jax.tree.leaves(q)), jnp.zeros(shape, dtype)), q)
+
+
+def _is_quantized(node):
+    return isinstance(node, Quantized)
 
 
 def tiles(cast: Cast, shape: tuple[int, ...], contracted: int, parts: int = 1) -> tuple[int, ...]:

@@ -16,11 +16,12 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from octablox import fp8, gmm_explicit, kernels
-from octablox.fp8 import BF16, QArray, QuantizedWeight, Recipe
+from octablox.fp8 import BF16, QArray, Quantized, Recipe
 from octablox.gmm_explicit import DimAxes
 from octablox.kernels import Scaled
 
-WeightLike = Float[Array, "E _ N"] | QuantizedWeight
+ActivationsLike = Float[Array, "M K"] | Quantized
+WeightLike = Float[Array, "E _ N"] | Quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ def new_health() -> Float[Array, "3 3"]:
 
 
 def gmm(
-    x: Float[Array, "M K"],
+    x: ActivationsLike,
     w: WeightLike,
     group_sizes: Int[Array, " G"],
     *,
@@ -63,8 +64,8 @@ def gmm(
     `sum(group_sizes)`, come out as exact zeros and are never read, in the gradients too.
 
     Args:
-      x: [M, K] float.
-      w: [E, K, N] float, or the same quantized before (`fp8.QuantizedWeight`).
+      x: [M, K] float, or the same quantized before (`fp8.Quantized`) under the recipe's cast.
+      w: [E, K, N] float, or the same quantized before.
       group_sizes: int [G], rows of each group, G >= E.
       recipe: how operands are quantized, in the forward and in the backward pass.
       group_offset: the group of `w[0]`.
@@ -93,21 +94,21 @@ def gmm(
 
 def _local_gmm(x, w, group_sizes, group_offset, health, *, axes, recipe, backend):
     """`gmm` of what this device holds."""
-    master, q = (w.master, w.q) if isinstance(w, QuantizedWeight) else (w, None)
-    dtypes = jnp.dtype(x.dtype), jnp.dtype(master.dtype)
+    x, w = (a if isinstance(a, Quantized) else Quantized(a, None) for a in (x, w))
+    dtypes = jnp.dtype(x.master.dtype), jnp.dtype(w.master.dtype)
     how = _How(recipe, axes, backend, health is not None, *dtypes, w.shape)
     health = new_health() if health is None else health
     groups = group_sizes.astype(jnp.int32), group_offset.astype(jnp.int32)
     # Outside the custom_vjp, so that autodiff itself turns these casts around: into the psum of
     # a replicated weight's gradient, or into an unreduced gradient of a gathered weight.
-    operands = (x, *jax.tree.map(fp8.as_varying, (master, q)), health)
+    operands = *jax.tree.map(fp8.as_varying, (x, w)), health
     arrays = (*jax.tree.leaves(operands), *groups)
     operands = jax.tree.map(lambda leaf: kernels.vary_like(arrays, leaf), operands)
     return _gmm(how, *operands, *groups)
 
 
 def _check(x, w, group_sizes, group_offset, recipe):
-    if x.ndim != 2 or len(w.shape) != 3 or group_sizes.ndim != 1:
+    if len(x.shape) != 2 or len(w.shape) != 3 or group_sizes.ndim != 1:
         raise ValueError(
             "gmm expects x [M, K], w [E, K, N], group_sizes [G], got "
             f"{x.shape}, {w.shape}, {group_sizes.shape}"
@@ -129,23 +130,18 @@ def _check(x, w, group_sizes, group_offset, recipe):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gmm(how, x, master, q, health, group_sizes, group_offset):
+def _gmm(how, x, w, health, group_sizes, group_offset):
     """The product `out`."""
-    return _forward(how, x, master, q, health, group_sizes, group_offset)[0]
+    return _forward(how, x, w, health, group_sizes, group_offset)[0]
 
 
-def _forward(how, x, master, q, health, group_sizes, group_offset):
+def _forward(how, x, w, health, group_sizes, group_offset):
     """The product `out`, and both operands as they were multiplied."""
     del health
-    recipe, (experts, _, columns) = how.recipe, how.w_shape
+    experts, _, columns = how.w_shape
     rows = _local_rows(group_sizes, group_offset, experts)
-    weight, weight_health = _quantized_weight(how, master, q)
-    act, act_health = _pad(x, 1, weight.shape[1]), jnp.zeros(3)
-    if recipe.act:
-        sharding = {0: how.axes.m, 1: how.axes.k}
-        q_act = fp8.quantize(act, recipe.act, contracted=1, axes=sharding, rows=rows)
-        act_health = _health(how, lambda: _only(act, rows), q_act)
-        act = q_act
+    weight, weight_health = _quantized_weight(how, w)
+    act, act_health = _quantized_act(how, x, weight.shape[1], rows)
     out = kernels.run(
         "gmm",
         how.backend,
@@ -169,7 +165,8 @@ def _backward(how, residuals, dout):
     dlhs, dlhs_health = _dlhs(how, dout, weight, groups, rows)
     drhs, drhs_health = _drhs(how, dout, act, groups, rows)
     health = jnp.stack([weight_health, act_health, dlhs_health + drhs_health])
-    return dlhs, drhs, None, kernels.vary_like((dlhs, drhs), health), None, None
+    grads = Quantized(dlhs, None), Quantized(drhs, None)
+    return *grads, kernels.vary_like((dlhs, drhs), health), None, None
 
 
 def _dlhs(how, dout, weight, groups, rows):
@@ -203,8 +200,8 @@ def _drhs(how, dout, act, groups, rows):
     if cast and isinstance(act, QArray):
         act, moved = _for_drhs(how, act)
     dout = _pad(dout, 0, act.shape[0])
-    if moved is not None:
-        dout = dout * moved
+    if moved is not None:  # what scales are of rows that do not count is not known
+        dout = _only(dout * moved, rows)
     if cast:
         sharding = {0: how.axes.m, 1: how.axes.n}
         parts = how.recipe.column_parts
@@ -225,13 +222,23 @@ def _drhs(how, dout, act, groups, rows):
 _gmm.defvjp(_forward, _backward)
 
 
-def _quantized_weight(how, master, q):
+def _quantized_act(how, x, width, rows):
+    """The activations as they are multiplied, and how their cast fared if it is done here."""
+    cast = how.recipe.act
+    if x.q is not None or cast is None:
+        return _pad(x.master if x.q is None else x.q, 1, width), jnp.zeros(3)
+    act = _pad(x.master, 1, width)
+    q = fp8.quantize(act, cast, contracted=1, axes={0: how.axes.m, 1: how.axes.k}, rows=rows)
+    return q, _health(how, lambda: _only(act, rows), q)
+
+
+def _quantized_weight(how, w):
     """The weight as it is multiplied, and how its cast fared if it is done here."""
-    if q is not None or how.recipe.weight is None:
-        return (master if q is None else q), jnp.zeros(3)
-    axes = {1: how.axes.k, 2: how.axes.n}
-    q = fp8.quantize_weight(master, how.recipe.weight, axes=axes, parts=how.recipe.column_parts)
-    return q, _health(how, lambda: master, q)
+    cast, parts = how.recipe.weight, how.recipe.column_parts
+    if w.q is not None or cast is None:
+        return (w.master if w.q is None else w.q), jnp.zeros(3)
+    q = fp8.quantize_weight(w.master, cast, axes={1: how.axes.k, 2: how.axes.n}, parts=parts)
+    return q, _health(how, lambda: w.master, q)
 
 
 def _health(how, x, q):

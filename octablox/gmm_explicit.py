@@ -31,14 +31,13 @@ class Layout:
     dims: DimAxes
 
 
-def layout_of(x: jax.Array, w: Any) -> Layout | None:
+def layout_of(x: Any, w: Any) -> Layout | None:
     """How `x` [M, K] and `w` [E, K, N] are sharded; None if not, or inside `shard_map`.
 
     Raises:
       ValueError: rows are sharded, K of x and w differently, or one axis shards two dims.
     """
-    master = getattr(w, "master", w)
-    (m, x_k), (e, w_k, n) = _axes(x), _axes(master)
+    (m, x_k), (e, w_k, n) = (_axes(getattr(a, "master", a)) for a in (x, w))
     if m:
         raise ValueError(
             f"gmm: x is sharded over {m} on M, but rows are grouped globally; call gmm inside "
@@ -56,7 +55,7 @@ def layout_of(x: jax.Array, w: Any) -> Layout | None:
 def sharded(
     local: Callable[..., jax.Array],
     layout: Layout,
-    x: jax.Array,
+    x: Any,
     w: Any,
     group_sizes: jax.Array,
     group_offset: jax.Array,
@@ -75,7 +74,7 @@ def sharded(
         return lax.psum(out, summed) if summed else out
 
     operands = (
-        _reshard(x, ((), dims.k)),
+        jax.tree.map(lambda a: _reshard(a, ((), dims.k)), x),
         # A scale has a single element along the dims that it spans: nothing to shard there.
         jax.tree.map(lambda a: _reshard(a, (layout.experts, dims.k, dims.n)), w),
         *jax.tree.map(lambda a: _reshard(a, ((),) * a.ndim), (group_sizes, group_offset, health)),

@@ -222,6 +222,15 @@ def gather(specs, shards, dtype: jax.typing.DTypeLike):
     return map_specs(lambda spec, shard: _gather_one(spec, shard, dtype), specs, shards)
 
 
+def vary_uncut(specs, shards):
+    """`shards` (of a stack of layers) with the weights that are not cut varying over the mesh.
+
+    Done before the layers, so that these weights' gradients are summed over the devices once for
+    all layers instead of in each.
+    """
+    return map_specs(lambda spec, w: vary(w) if spec.gather_dim is None else w, specs, shards)
+
+
 def _gather_one(spec, shard, dtype):
     if spec.gather_dim is None:  # small, and used in float32
         return vary(shard)

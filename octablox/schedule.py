@@ -1,29 +1,32 @@
 """Stages of a layer, the orders in which micro-batches run through them, and the backward pass.
 
-A layer is a list of `Stage`s. An *order* is a list of (micro-batch, stage); every order gives the
-same numbers, since stages are pure functions. `sequential` finishes a micro-batch before it starts
-the next one. `batch_split` runs each stage for all micro-batches in turn, so that while one
-micro-batch waits for the network the other computes:
+A layer is a list of `Stage`s. An *order* is a list of turns, each one stage of one micro-batch;
+every order gives the same numbers, since stages are pure functions. `sequential` finishes a
+micro-batch before it starts the next one. `batch_split` runs each stage for all micro-batches in
+turn, so that while one micro-batch waits for the network the other computes:
 
-    compute        attend 0  attend 1   experts 0  experts 1
-    communication            dispatch 0  dispatch 1  combine 0  combine 1
+    compute        attention 0  attention 1  experts 0  experts 1
+    communication  combine 1    dispatch 0   dispatch 1 combine 0
+                   (last layer)              weights of the next layer
 
-What ties an order down is `lax.optimization_barrier`: an entry of the compute chain waits for the
-entry before it in that chain, an entry of the communication chain for its own predecessor, and
-nothing else waits. The backward pass runs the mirrored order, each stage by its own vjp.
+The last micro-batch's combine has nothing left to run under in its own layer, so it is *carried*:
+it runs at the start of the next layer. Weights are gathered one layer ahead, under the experts.
+The backward pass is the mirror image: what was not kept is computed again first, each stage is
+turned around by its own vjp, and weight gradients are scattered one layer later.
+
+What ties an order down is `lax.optimization_barrier`: a turn of the compute chain waits for the
+turn before it in that chain, a turn of the communication chain for its own predecessor, and
+nothing else waits. A transfer of weights may start when the compute chain has reached its window,
+and the chain goes on after the window only when the transfer has ended.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import jax
 import pydantic
-from jax import lax
-from jax import numpy as jnp
 
 Tree = Any
-Order = Sequence[tuple[int, int]]
 
 
 class ScheduleConfig(pydantic.BaseModel):
@@ -51,21 +54,6 @@ class ScheduleConfig(pydantic.BaseModel):
         """Micro-batches that a batch is cut into."""
         return self.batch_split_factor or (2 if self.use_batch_split_schedule else 1)
 
-    def order(self, stages: int) -> Order:
-        """The order for a layer of that many stages."""
-        make = batch_split if self.use_batch_split_schedule else sequential
-        return make(stages, self.micro_batches)
-
-
-def sequential(stages: int, micro_batches: int) -> Order:
-    """Each micro-batch through all stages before the next one."""
-    return [(m, s) for m in range(micro_batches) for s in range(stages)]
-
-
-def batch_split(stages: int, micro_batches: int) -> Order:
-    """Each stage for all micro-batches before the next one."""
-    return [(m, s) for s in range(stages) for m in range(micro_batches)]
-
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -88,205 +76,130 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
+class Turn:
+    """One stage of one micro-batch, forward (or forward again) or backward."""
+
+    stage: int
+    micro_batch: int
+    backward: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The turns of one layer.
+
+    Attributes:
+      forward, backward: the turns; the backward pass begins a stage that is not kept by a
+        forward turn.
+      ahead: weights travel one layer ahead, their gradients one layer later.
+      carried: the last micro-batch's last stage is that of the layer before.
+    """
+
+    forward: tuple[Turn, ...]
+    backward: tuple[Turn, ...]
+    ahead: bool = False
+    carried: bool = False
+
+
+def sequential(stages: Sequence[Stage], micro_batches: int) -> Order:
+    """Each micro-batch through all stages before the next one."""
+    forward, backward = [], []
+    for m in range(micro_batches):
+        forward += [Turn(s, m) for s in range(len(stages))]
+    for m in reversed(range(micro_batches)):
+        backward += [Turn(s, m) for s, stage in enumerate(stages) if not stage.save]
+        backward += [Turn(s, m, True) for s in reversed(range(len(stages)))]
+    return Order(tuple(forward), tuple(backward))
+
+
+def batch_split(stages: Sequence[Stage], micro_batches: int, carried: bool = False) -> Order:
+    """Each stage for all micro-batches before the next one; `carried` as in `Order`.
+
+    Backward, the last compute stage runs forward again right before it runs backward, which makes
+    one long piece of compute for each micro-batch, the most there is to hide transfers under.
+    """
+    all_of = range(micro_batches)
+    heavy, last = last_compute(stages), len(stages) - 1
+    tail = range(heavy + 1, len(stages))
+    here = all_of[:-1] if carried else all_of  # micro-batches whose tail belongs to this layer
+
+    forward = [Turn(last, micro_batches - 1)] if carried else []
+    forward += [Turn(s, m) for s in range(heavy + 1) for m in all_of]
+    forward += [Turn(s, m) for s in tail for m in here]
+
+    tail_is_kept = all(stages[s].save for s in tail)
+    tail_forward = {m: [Turn(s, m) for s in tail if not stages[s].save] for m in here}
+    tail_backward = {m: [Turn(s, m, True) for s in reversed(tail)] for m in here}
+    backward = []
+    if tail_is_kept:
+        backward += [turn for m in reversed(here) for turn in tail_backward[m]]
+    backward += [Turn(s, m) for s in range(heavy) if not stages[s].save for m in reversed(all_of)]
+    for m in reversed(all_of):
+        backward += [] if stages[heavy].save else [Turn(heavy, m)]
+        if not tail_is_kept:
+            backward += tail_forward[m] + tail_backward[m]
+        backward.append(Turn(heavy, m, True))
+    backward += [Turn(s, m, True) for s in reversed(range(heavy)) for m in reversed(all_of)]
+    backward += [Turn(last, micro_batches - 1, True)] if carried else []
+    return Order(tuple(forward), tuple(backward), ahead=True, carried=carried)
+
+
+def last_compute(stages: Sequence[Stage]) -> int:
+    """The number of the last stage of the compute chain."""
+    return max(s for s, stage in enumerate(stages) if stage.chain == "compute")
+
+
+def _same(tree: Tree) -> Tree:
+    return tree
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightGroup:
+    """Weights that travel together.
+
+    Attributes:
+      shards: keys of the layer's shards that `gather` reads.
+      weights: keys of the weights that it returns, as the stages read them.
+      gather: a dict of the shards -> a dict of the weights. Its transpose scatters their
+        gradients.
+    """
+
+    shards: tuple[str, ...]
+    weights: tuple[str, ...]
+    gather: Callable[[dict[str, Tree]], dict[str, Tree]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Layer:
-    """The stages of a layer, how its weights are opened, and the order of a step.
+    """The stages of a layer, how its weights travel, and in which order it runs.
 
     Attributes:
       stages: first to last; the last one's carry has the structure of the first one's input.
-      gather: shards of one layer -> weights as the stages read them (a dict).
-      order: see `sequential` and `batch_split`.
+      groups: of the weights; group g travels under the last compute stage of micro-batch g.
+      schedule: sequential or batch split.
+      idle: makes of a carry that enters a layer one from which the last stage makes that carry,
+        of the structure that the last stage expects: so the first layer finds a last stage to run
+        that does nothing. That stage must read no weights and have `save`. None: no last stage is
+        carried into the next layer.
+      pack, unpack: a tree of weights or of a carry, less what need not be held (zeros that only
+        stand for a gradient), and the inverse.
     """
 
     stages: tuple[Stage, ...]
-    gather: Callable[[Tree], dict[str, Tree]]
-    order: Order
+    groups: tuple[WeightGroup, ...]
+    schedule: ScheduleConfig
+    idle: Callable[[Tree], Tree] | None = None
+    pack: Callable[[Tree], Tree] = _same
+    unpack: Callable[[Tree], Tree] = _same
 
+    def __post_init__(self):
+        last = self.stages[-1]
+        if self.idle and (last.weights or not last.save):
+            raise ValueError(f"stage {last.name}: one that is carried reads no weights, has save")
 
-def run_layers(layer: Layer, shards: Tree, contexts: Sequence[Tree], carries: Sequence[Tree]):
-    """Runs a stack of equal layers under `lax.scan`, differentiable in `shards` and `carries`.
-
-    Args:
-      layer: the layer.
-      shards: stacked parameters, layers first; whatever `layer.gather` takes, with that dim.
-      contexts: one per micro-batch.
-      carries: one per micro-batch.
-
-    Returns:
-      The carries after the last layer.
-    """
-
-    @jax.custom_vjp
-    def run(shards, contexts, carries):
-        def body(carries, shards):
-            weights = layer.gather(shards)
-            return _forward(layer, weights, contexts, carries)[0], None
-
-        return lax.scan(body, carries, shards)[0]
-
-    def forward(shards, contexts, carries):
-        def body(carries, shards):
-            weights = layer.gather(shards)
-            return _forward(layer, weights, contexts, carries, keep=True)
-
-        carries, kept = lax.scan(body, carries, shards)
-        return carries, (shards, contexts, kept)
-
-    def backward(residuals, grads):
-        shards, contexts, kept = residuals
-
-        def body(grads, shards_and_kept):
-            shards, kept = shards_and_kept
-            weights, scatter = _vjp(layer.gather, shards)
-            grads, weight_grads = _backward(layer, weights, contexts, kept, grads)
-            return grads, scatter(weight_grads)[0]
-
-        grads, shard_grads = lax.scan(body, list(grads), (shards, kept), reverse=True)
-        return shard_grads, None, grads
-
-    run.defvjp(forward, backward)
-    return run(shards, list(contexts), list(carries))
-
-
-class _Chains:
-    """Makes an entry wait for the one before it in its chain."""
-
-    def __init__(self):
-        self._last = {}
-
-    def enter(self, chain: str, values: Tree) -> Tree:
-        values, _ = lax.optimization_barrier((values, self._last.get(chain)))
-        return values
-
-    def leave(self, chain: str, values: Tree) -> Tree:
-        self._last[chain] = values
-        return values
-
-
-def _forward(layer, weights, contexts, carries, keep=False):
-    carries, kept, chains = list(carries), {}, _Chains()
-    if keep and not layer.stages[0].save:
-        kept["input"] = list(carries)
-    for m, s in layer.order:
-        stage = layer.stages[s]
-        inputs = _read(stage, weights), contexts[m], chains.enter(stage.chain, carries[m])
-        if keep and stage.save:
-            output, pull = _stage_vjp(stage, *inputs)
-            kept[_key(m, s)] = _without(pull, inputs[:2])
-            if s + 1 < len(layer.stages) and not layer.stages[s + 1].save:
-                kept[_key(m, s) + ".output"] = output
-        else:
-            output = stage.fn(*inputs)
-        carries[m] = chains.leave(stage.chain, output)
-    return carries, kept
-
-
-def _backward(layer, weights, contexts, kept, grads):
-    grads, chains, weight_grads = list(grads), _Chains(), {}
-    ran: dict[tuple[int, int], tuple[Tree, Callable]] = {}
-
-    def output_of(m, s):
-        if s < 0:
-            return kept["input"][m]
-        if layer.stages[s].save:
-            return kept[_key(m, s) + ".output"]
-        return run_again(m, s)[0]
-
-    def run_again(m, s):
-        if (m, s) not in ran:
-            stage = layer.stages[s]
-            carry = chains.enter(stage.chain, output_of(m, s - 1))
-            output, pull = _stage_vjp(stage, _read(stage, weights), contexts[m], carry)
-            ran[m, s] = chains.leave(stage.chain, output), pull
-        return ran[m, s]
-
-    for m, s in reversed(layer.order):
-        stage = layer.stages[s]
-        if stage.save:
-            pull = _restored(kept[_key(m, s)], (_read(stage, weights), contexts[m]))
-        else:
-            pull = run_again(m, s)[1]
-        stage_grads, grads[m] = pull(chains.enter(stage.chain, grads[m]))
-        chains.leave(stage.chain, grads[m])
-        for name, grad in stage_grads.items():
-            weight_grads[name] = _add(weight_grads[name], grad) if name in weight_grads else grad
-    read_by_none = [name for name in weights if name not in weight_grads]
-    for name in read_by_none:
-        weight_grads[name] = jax.tree.map(jnp.zeros_like, weights[name])
-    return grads, _differentiable(weight_grads)[0]
-
-
-def _read(stage, weights):
-    return {name: weights[name] for name in stage.weights}
-
-
-def _key(m, s):
-    return f"{m}.{s}"
-
-
-def _add(a, b):
-    return jax.tree.map(jnp.add, a, b)
-
-
-def _stage_vjp(stage, weights, context, carry):
-    return _vjp(lambda weights, carry: stage.fn(weights, context, carry), weights, carry)
-
-
-def _vjp(fn, *args):
-    """`jax.vjp`, blind to integers and 8-bit values in the arguments and in the result."""
-    floats, others = zip(*(_differentiable(arg) for arg in args), strict=True)
-
-    def on_floats(*floats):
-        merged = [_merge(f, o) for f, o in zip(floats, others, strict=True)]
-        return _differentiable(fn(*merged))
-
-    output, pull, other_output = jax.vjp(on_floats, *floats, has_aux=True)
-    return _merge(output, other_output), pull
-
-
-def _differentiable(tree):
-    """`tree` twice: with only its leaves that have gradients, and with only the others."""
-    has_gradient = lambda leaf: (  # noqa: E731
-        jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1
-    )
-    floats = jax.tree.map(lambda leaf: leaf if has_gradient(leaf) else None, tree)
-    others = jax.tree.map(lambda leaf: None if has_gradient(leaf) else leaf, tree)
-    return floats, others
-
-
-def _merge(floats, others):
-    return jax.tree.map(
-        lambda a, b: b if a is None else a, floats, others, is_leaf=lambda node: node is None
-    )
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True)
-class _Without:
-    """A tree less the leaves that `places` marks with their number in another tree."""
-
-    leaves: list
-    places: tuple[int | None, ...]
-    structure: jax.tree_util.PyTreeDef
-
-    def tree_flatten(self):
-        return (self.leaves,), (self.places, self.structure)
-
-    @classmethod
-    def tree_unflatten(cls, static, children):
-        return cls(*children, *static)
-
-
-def _without(tree, known):
-    """`tree` less the leaves that `known` has, so that gathered weights are not kept."""
-    numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(known))}
-    leaves, structure = jax.tree.flatten(tree)
-    places = tuple(numbers.get(id(leaf)) for leaf in leaves)
-    kept = [leaf for leaf, place in zip(leaves, places, strict=True) if place is None]
-    return _Without(kept, places, structure)
-
-
-def _restored(without, known):
-    """The inverse of `_without`, with `known` computed anew."""
-    known, kept = jax.tree.leaves(known), iter(without.leaves)
-    leaves = [next(kept) if place is None else known[place] for place in without.places]
-    return without.structure.unflatten(leaves)
+    def order(self, layers: int) -> Order:
+        """The order for a stack of that many layers."""
+        micro_batches = self.schedule.micro_batches
+        if not self.schedule.use_batch_split_schedule:
+            return sequential(self.stages, micro_batches)
+        return batch_split(self.stages, micro_batches, self.idle is not None and layers > 1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from octablox.moe.dispatch import combine, dispatch, sort_copies
+from octablox.moe.dispatch import combine, dispatch, sort_copies, weights_of_rows, window
 
 T, D, E, K = 20, 6, 8, 3
 LOADS = "random", "one expert", "half the experts", "one copy a token", "all experts"
@@ -33,6 +33,11 @@ def arrays(k, seed=1):
     return draw(T, D), draw(T, k), draw(E, D)
 
 
+def weighted(rows, weights, order):
+    """Tokens: the sum of their copies' rows, each times its weight."""
+    return combine(rows * weights_of_rows(weights, order)[:, None], order)
+
+
 @pytest.mark.parametrize("first", [0, 4, 6])
 @pytest.mark.parametrize("load", LOADS)
 def test_copies_are_sorted_by_expert(load, first):
@@ -55,7 +60,7 @@ def test_dispatch_and_combine(load):
     rows = np.asarray(dispatch(tokens, order))
     owners = [t for e in range(E) for t in range(T) for c in chosen[t] if c == e]
     np.testing.assert_array_equal(rows, np.asarray(tokens)[owners])
-    back = combine(jnp.asarray(rows), weights, order)
+    back = weighted(jnp.asarray(rows), weights, order)
     expected = np.asarray(tokens) * np.asarray(weights, np.float64).sum(1, keepdims=True)
     np.testing.assert_allclose(back, expected, rtol=1e-5, atol=1e-6)
 
@@ -66,7 +71,7 @@ def through_rows(chosen, tokens, weights, scales):
     rows = dispatch(tokens, order)
     expert_of_row = chosen.reshape(-1)[order.copy_of_row]
     is_expert = jax.nn.one_hot(expert_of_row, E, dtype=jnp.float32)
-    return combine(jnp.tanh(rows * (is_expert @ scales)), weights, order)
+    return weighted(jnp.tanh(rows * (is_expert @ scales)), weights, order)
 
 
 def dense(chosen, tokens, weights, scales):
@@ -98,7 +103,7 @@ def test_rows_move_by_gathers_alone():
 
     def both(tokens, weights, chosen):
         order = sort_copies(chosen, E, 0)
-        return jnp.sum(combine(jnp.tanh(dispatch(tokens, order)), weights, order) ** 2)
+        return jnp.sum(weighted(jnp.tanh(dispatch(tokens, order)), weights, order) ** 2)
 
     program = jax.jit(jax.value_and_grad(both, argnums=(0, 1))).lower(tokens, weights, chosen)
     assert "stablehlo.gather" in program.as_text()
@@ -119,8 +124,7 @@ def test_copies_are_summed_in_float32():
     """In bfloat16 256 + 1 + 1 is 256."""
     order = sort_copies(jnp.array([[0, 1, 2]], jnp.int32), 3, 0)
     rows = jnp.array([[256.0], [1.0], [1.0]], jnp.bfloat16)
-    ones = jnp.ones((1, 3), jnp.float32)
-    assert float(combine(rows, ones, order)[0, 0]) == 258
+    assert float(combine(rows, order)[0, 0]) == 258
     grad = jax.vjp(lambda tokens: dispatch(tokens, order), jnp.ones((1, 1), jnp.bfloat16))[1](rows)
     assert float(grad[0][0, 0]) == 258
     assert grad[0].dtype == jnp.bfloat16
@@ -131,5 +135,34 @@ def test_a_nan_row_reaches_only_its_own_token():
     tokens, weights, _ = arrays(K)
     order = sort_copies(chosen, E, 0)
     rows = dispatch(tokens.at[7].set(jnp.nan), order)
-    bad = np.isnan(np.asarray(combine(rows, weights, order))).all(axis=1)
+    bad = np.isnan(np.asarray(weighted(rows, weights, order))).all(axis=1)
     np.testing.assert_array_equal(np.flatnonzero(bad), [7])
+
+
+@pytest.mark.parametrize("rows", [7, 16, 59, 64])
+@pytest.mark.parametrize("load", LOADS)
+def test_windows_add_up_to_the_whole(load, rows):
+    """Each row lies in one window; value and gradients of the sum are those of all rows at once."""
+    chosen = choices(load)
+    order = sort_copies(jnp.asarray(chosen), E, 0)
+    tokens, weights, scales = arrays(chosen.shape[1])
+    windows = -(-chosen.size // rows)
+
+    def part(tokens, weights, order):
+        rows = dispatch(tokens, order)
+        ends = jnp.cumsum(order.group_sizes)
+        expert = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
+        rows = jnp.where((expert < E)[:, None], rows * scales[jnp.minimum(expert, E - 1)], 0)
+        return weighted(jnp.tanh(rows), weights, order)
+
+    def by_windows(tokens, weights):
+        parts = (part(tokens, weights, window(order, n * rows, rows)) for n in range(windows))
+        return jnp.sum(sum(parts) ** 2)
+
+    whole = lambda tokens, weights: jnp.sum(part(tokens, weights, order) ** 2)  # noqa: E731
+    got = jax.value_and_grad(by_windows, (0, 1))(tokens, weights)
+    expected = jax.value_and_grad(whole, (0, 1))(tokens, weights)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+    sizes = [window(order, n * rows, rows).group_sizes for n in range(windows)]
+    np.testing.assert_array_equal(sum(sizes), order.group_sizes)
+    assert max(int(size.sum()) for size in sizes) <= rows

@@ -17,7 +17,7 @@ from octablox.gmm import new_health
 from octablox.mesh import AXES, map_specs, shardings
 from octablox.moe import experts
 from octablox.moe.config import MoeConfig
-from octablox.moe.dispatch import combine, dispatch, sort_copies
+from octablox.moe.dispatch import combine, dispatch, sort_copies, weights_of_rows
 from octablox.moe.experts import Experts
 
 T, D, F, E, K = 32, 64, 256, 4, 2
@@ -59,6 +59,13 @@ def tokens(load="random", seed=1):
     return x, mix, chosen.astype(np.int32)
 
 
+def gather(kernel, shards, health):
+    return {
+        "gate_up": kernel.gather_gate_up(shards["gate_up"], health),
+        "down": kernel.gather_down(shards["down"], health),
+    }
+
+
 @functools.cache
 def program(config, recipe, **axes):
     """(weights, x, mix, chosen, out_grad) -> out, its gradients, and counts; tokens cut by axis."""
@@ -67,12 +74,13 @@ def program(config, recipe, **axes):
     kernel = Experts(config, recipe, jnp.dtype("float32"))
 
     def forward(weights, x, mix, health, chosen):
-        gathered = kernel.gather(weights, health)
+        gathered = gather(kernel, weights, health)
         x, mix, chosen = (lax.all_gather(a, "expert", tiled=True) for a in (x, mix, chosen))
         own = E // lax.axis_size("expert") if config.expert_sharding == "expert" else 0
         order = sort_copies(chosen, E, lax.axis_index("expert") * own)
-        rows = kernel.apply(gathered, dispatch(x, order), order.group_sizes, health)
-        return lax.psum_scatter(combine(rows, mix, order), "expert", tiled=True)
+        rows, row_weights = dispatch(x, order), weights_of_rows(mix, order)
+        rows = kernel.apply(gathered, rows, row_weights, order.group_sizes, health)
+        return lax.psum_scatter(combine(rows, order), "expert", tiled=True)
 
     def local(weights, x, mix, chosen, out_grad):
         run = functools.partial(forward, chosen=chosen)
@@ -107,7 +115,7 @@ def gathered(config, recipe, values, **axes):
 
     def local(shards):
         def masters(health):
-            weights = kernel.gather(shards, health)
+            weights = gather(kernel, shards, health)
             return {name: weight.master for name, weight in weights.items()}, weights
 
         zeros, pull, weights = jax.vjp(masters, new_health(), has_aux=True)

@@ -11,7 +11,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from octablox import fp8
-from octablox.fp8 import BF16, RECIPES, Cast, QuantizedWeight, Recipe
+from octablox.fp8 import BF16, RECIPES, Cast, Quantized, Recipe
 from octablox.gmm import gmm, new_health
 
 # Few rows: kernels have tests of their own, and these compile faster.
@@ -244,10 +244,10 @@ def test_weights_that_come_quantized(name):
     x, w, dout = data()
     recipe, sizes = RECIPES[name], np.array(LAYOUTS["ragged"])
     q = jax.jit(fp8.quantize_weight, static_argnums=1)(jnp.asarray(w), recipe.weight)
-    weight = QuantizedWeight(jnp.full(w.shape, jnp.nan, jnp.bfloat16), q)
+    weight = Quantized(jnp.full(w.shape, jnp.nan, jnp.bfloat16), q)
     got = run(x, weight, dout, sizes, OFFSET, recipe)
     drhs = got["drhs"]
-    assert isinstance(drhs, QuantizedWeight) and drhs.master.dtype == jnp.bfloat16
+    assert isinstance(drhs, Quantized) and drhs.master.dtype == jnp.bfloat16
     expected = run(x, w, dout, sizes, OFFSET, recipe)
     same(got, expected, ("out", "dlhs"))
     np.testing.assert_array_equal(drhs.master, expected["drhs"].astype(jnp.bfloat16))

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from octablox import fp8
-from octablox.fp8 import RECIPES, QuantizedWeight
+from octablox.fp8 import RECIPES, Quantized
 from octablox.gmm import DimAxes, gmm
 
 # Two halves of the rows, each grouped by itself; blocks of 128 divide every shard.
@@ -115,7 +115,7 @@ def gathered(w, way, recipe):
     scale = q.scale if q.scale.shape[1] == 1 else gather(q.scale)
     value = gather(lax.bitcast_convert_type(q.qvalue, jnp.uint8))
     value = lax.bitcast_convert_type(value, q.qvalue.dtype)
-    return QuantizedWeight(gather(w), fp8.QArray(value, scale, None, q.qtype))
+    return Quantized(gather(w), fp8.QArray(value, scale, None, q.qtype))
 
 
 @pytest.mark.parametrize(("recipe", "way"), list(ways_of_weights()))
@@ -193,7 +193,7 @@ def test_explicit_axes_and_a_quantized_weight():
     with jax.set_mesh(mesh):
         place = lambda a, spec: jax.device_put(a, jax.NamedSharding(mesh, spec))  # noqa: E731
         value = place(q.qvalue, P("a", None, "b")), place(q.scale, P("a", None, "b"))
-        weight = QuantizedWeight(place(w, P("a", None, "b")), fp8.QArray(*value, None, q.qtype))
+        weight = Quantized(place(w, P("a", None, "b")), fp8.QArray(*value, None, q.qtype))
         out = jax.jit(functools.partial(group, recipe=recipe))(place(x, P()), weight)
         assert jax.typeof(out).sharding.spec == P(None, "b")
     np.testing.assert_array_equal(out, expected)

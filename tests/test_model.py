@@ -131,7 +131,7 @@ def test_a_batch_of_no_counted_tokens_has_loss_zero():
 def test_mtp_weighs_as_it_is_told_and_can_be_absent():
     config = tiny_model.config(**(WHOLE | {"mtp_num_layers": 0}))
     specs = transformer.parameter_specs(config.model, config.moe)
-    assert "mtp" not in specs and "mtp" not in transformer.new_health(config.model)
+    assert "mtp" not in specs and "mtp" not in transformer.new_probes(config.model)
     with_mtp = tiny_model.config(**WHOLE)
     assert count(transformer.parameter_specs(with_mtp.model, with_mtp.moe)) > count(specs)
 

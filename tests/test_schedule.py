@@ -1,5 +1,6 @@
 """Schedules: orders, gradients equal to autodiff's, what is kept, what waits for what."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -10,10 +11,22 @@ import pytest
 import tiny_model
 from jax import numpy as jnp
 
-from octablox.schedule import Layer, ScheduleConfig, Stage, batch_split, run_layers, sequential
+from octablox.layer_scan import run_layers
+from octablox.schedule import (
+    Layer,
+    ScheduleConfig,
+    Stage,
+    Turn,
+    WeightGroup,
+    batch_split,
+    sequential,
+)
 
 T, D, F, LAYERS = 8, 16, 32, 3
-ORDERS = pytest.mark.parametrize("order", [sequential, batch_split])
+# The order, and whether the last combine is carried into the next layer.
+SPLITS = {"sequential": (False, False), "batch split": (True, False), "carried": (True, True)}
+ORDERS = pytest.mark.parametrize("order", SPLITS)
+GROUPS = ("gate", "up"), ("down", "wa", "unused")
 NAMES = "attend", "dispatch", "experts", "combine"
 # Which stages keep their residuals.
 SAVES = {
@@ -67,10 +80,24 @@ def data(micro_batches=2):
     return weights, xs, contexts
 
 
-def scheduled(order, save, micro_batches=2):
+def idle(x):
+    return {"x": x, "rows": jnp.zeros_like(x), "back": jnp.arange(T)}
+
+
+def layer_of(order, save, micro_batches=2, gather=lambda shards: shards):
+    split, carried = SPLITS[order]
+    config = ScheduleConfig(use_batch_split_schedule=split, batch_split_factor=micro_batches)
+    groups = tuple(WeightGroup(names, names, gather) for names in GROUPS)
+    chain = stages(save)
+    if carried:  # the last stage must be kept
+        chain = (*chain[:-1], dataclasses.replace(chain[-1], save=True))
+    return Layer(chain, groups, config, idle=idle if carried else None)
+
+
+def scheduled(order, save, micro_batches=2, **kwargs):
     """(weights, xs) -> a scalar, through `run_layers`."""
     _, _, contexts = data(micro_batches)
-    layer = Layer(stages(save), lambda shards: shards, order(4, micro_batches))
+    layer = layer_of(order, save, micro_batches, **kwargs)
 
     def total(weights, xs):
         return sum(jnp.sum(x**2) for x in run_layers(layer, weights, contexts, xs))
@@ -108,18 +135,20 @@ def test_gradients_equal_autodiffs(order, save):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), got, expected)
 
 
+@pytest.mark.parametrize("order", ["batch split", "carried"])
 @pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
-def test_orders_give_the_same_bits(save):
-    got, expected = value_and_grads(batch_split, save), value_and_grads(sequential, save)
+def test_orders_give_the_same_bits(save, order):
+    got, expected = value_and_grads(order, save), value_and_grads("sequential", save)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@pytest.mark.parametrize("order", ["batch split", "carried"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_any_number_of_micro_batches(micro_batches):
+def test_any_number_of_micro_batches(micro_batches, order):
     save = SAVES["minimal"]
-    got = value_and_grads(batch_split, save, micro_batches)
+    got = value_and_grads(order, save, micro_batches)
     jax.tree.map(
-        np.testing.assert_array_equal, got, value_and_grads(sequential, save, micro_batches)
+        np.testing.assert_array_equal, got, value_and_grads("sequential", save, micro_batches)
     )
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5),
@@ -129,7 +158,7 @@ def test_any_number_of_micro_batches(micro_batches):
 
 
 def test_weights_that_no_stage_reads_have_zero_gradients():
-    grads = value_and_grads(batch_split, SAVES["minimal"])[1][0]
+    grads = value_and_grads("carried", SAVES["minimal"])[1][0]
     np.testing.assert_array_equal(grads["unused"], np.zeros((LAYERS, D, 3)))
     assert all(np.abs(grads[name]).max() > 0 for name in ("gate", "up", "down", "wa"))
 
@@ -149,26 +178,21 @@ def kept_shapes(order, save):
 def test_what_each_policy_keeps(order):
     """Per micro-batch and layer; nothing of the size of a weight ever."""
     full, minimal, none = (kept_shapes(order, SAVES[save]) for save in ("full", "minimal", "none"))
-    assert full == [(LAYERS, T, D)] * 2
+    indices = [(LAYERS, T, 1)] * 2 if order == "carried" else []  # combine is always kept
+    assert full == [(LAYERS, T, D)] * 2 + indices
     # The layer's input, and dispatch's outputs: x, rows and the 8-bit copy; its indices, twice.
     assert minimal.count((LAYERS, T, D)) == 2 + 3 * 2
-    assert set(minimal) == {(LAYERS, T, D), (LAYERS, T)}
+    assert set(minimal) == {(LAYERS, T, D), (LAYERS, T), *indices}
     assert not {(LAYERS, D, F), (LAYERS, F, D), (LAYERS, D, D)} & set(none)
     assert none.count((LAYERS, T, F)) > 0
 
 
-def gathered(order, save):
-    """A layer whose weights are opened from shards by some arithmetic."""
-    _, _, contexts = data()
-    open_weights = lambda shards: {name: jnp.sin(w) for name, w in shards.items()}  # noqa: E731
-    layer = Layer(stages(save), open_weights, order(4, 2))
-    return lambda weights, xs: sum(jnp.sum(x**2) for x in run_layers(layer, weights, contexts, xs))
-
-
 @pytest.mark.parametrize("save", ["", SAVES["none"]], ids=["full", "none"])
-def test_opened_weights_are_not_kept_and_are_differentiated_through(save):
+@ORDERS
+def test_gathered_weights_are_not_kept_and_are_differentiated_through(save, order):
     weights, xs, _ = data()
-    total = gathered(batch_split, save)
+    sine = lambda shards: {name: jnp.sin(w) for name, w in shards.items()}  # noqa: E731
+    total = scheduled(order, save, gather=sine)
     pull = jax.make_jaxpr(lambda weights, xs: jax.vjp(total, weights, xs)[1])(weights, xs)
     shapes = [v.aval.shape for v in pull.jaxpr.outvars]
     assert shapes.count((LAYERS, D, F)) == 2 and shapes.count((LAYERS, F, D)) == 1  # the shards
@@ -180,7 +204,7 @@ def test_opened_weights_are_not_kept_and_are_differentiated_through(save):
     assert max(tiny_model.relative_errors(got, expected).values()) < 1e-5
 
 
-def computed_stages(save, order=batch_split):
+def computed_stages(order, save):
     """How often each stage's mark stands in the lowered value-and-gradient."""
     weights, xs, contexts = data()
 
@@ -190,9 +214,10 @@ def computed_stages(save, order=batch_split):
                 out = stage.fn(weights, context, carry)
                 return out | {"x": jnp.sin(out["x"])} if isinstance(out, dict) else jnp.sin(out)
 
-        return Stage(stage.name, fn, stage.weights, stage.chain, save=stage.save)
+        return dataclasses.replace(stage, fn=fn)
 
-    layer = Layer(tuple(map(marked, stages(save))), lambda shards: shards, order(4, 2))
+    layer = layer_of(order, save)
+    layer = dataclasses.replace(layer, stages=tuple(map(marked, layer.stages)))
     total = lambda weights, xs: sum(  # noqa: E731
         jnp.sum(x**2) for x in run_layers(layer, weights, contexts, xs)
     )
@@ -202,16 +227,71 @@ def computed_stages(save, order=batch_split):
     return [sum(f"stage_{name}" in line for line in sines) for name in NAMES]
 
 
-def test_what_runs_twice():
+@pytest.mark.parametrize("order", ["sequential", "batch split"])
+def test_what_runs_twice(order):
     """Times that a stage runs for two micro-batches: forward, and again where it was not kept."""
-    assert computed_stages(SAVES["none"]) == [2, 2, 2, 2]
-    assert computed_stages(SAVES["minimal"]) == [4, 2, 4, 4]
-    assert computed_stages(SAVES["full"]) == [4, 4, 4, 4]
+    assert computed_stages(order, SAVES["none"]) == [2, 2, 2, 2]
+    assert computed_stages(order, SAVES["minimal"]) == [4, 2, 4, 4]
+    assert computed_stages(order, SAVES["full"]) == [4, 4, 4, 4]
 
 
-def test_orders():
-    assert sequential(3, 2) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert batch_split(3, 2) == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+def test_what_runs_twice_when_combine_is_carried():
+    """Combine runs once more, for the last micro-batch after the last layer."""
+    assert computed_stages("carried", SAVES["minimal"]) == [4, 2, 4, 3]
+
+
+def turns(text):
+    """`attend 0` as a turn; `'` behind it: backward."""
+    words = text.split()
+    return tuple(
+        Turn(NAMES.index(name), int(micro_batch.rstrip("'")), micro_batch.endswith("'"))
+        for name, micro_batch in zip(words[::2], words[1::2], strict=True)
+    )
+
+
+def test_the_sequential_order():
+    order = sequential(stages("combine"), 2)
+    one = "attend {0} dispatch {0} experts {0} "
+    assert order.forward == turns(
+        (one + "combine {0} ").format(0) + (one + "combine {0}").format(1)
+    )
+    back = one + "combine {0}' experts {0}' dispatch {0}' attend {0}' "
+    assert order.backward == turns(back.format(1) + back.format(0))
+
+
+def test_the_batch_split_order():
+    order = batch_split(stages("combine"), 2, carried=True)
+    assert order.forward == turns(
+        "combine 1 attend 0 attend 1 dispatch 0 dispatch 1 experts 0 experts 1 combine 0"
+    )
+    assert order.backward == turns(
+        "combine 0' attend 1 attend 0 dispatch 1 dispatch 0 experts 1 experts 1' experts 0 "
+        "experts 0' dispatch 1' dispatch 0' attend 1' attend 0' combine 1'"
+    )
+    assert order.ahead and order.carried
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+@ORDERS
+def test_an_order_runs_every_stage_once_and_backward_once(order, save, micro_batches):
+    layer = layer_of(order, save, micro_batches)
+    got = layer.order(LAYERS)
+    every = list(itertools.product(range(4), range(micro_batches)))
+    assert sorted((turn.stage, turn.micro_batch) for turn in got.forward) == every
+    pulls = [(turn.stage, turn.micro_batch) for turn in got.backward if turn.backward]
+    again = [(turn.stage, turn.micro_batch) for turn in got.backward if not turn.backward]
+    assert sorted(pulls) == every
+    assert sorted(again) == [(s, m) for s, m in every if not layer.stages[s].save]
+
+
+def test_a_single_layer_carries_nothing():
+    assert not layer_of("carried", "").order(1).carried
+
+
+def test_error_of_an_idle_stage_that_is_not_kept():
+    with pytest.raises(ValueError, match="stage combine: one that is carried reads no weights"):
+        Layer(stages(""), (), ScheduleConfig(), idle=idle)
 
 
 def barriers(order, save):
@@ -220,45 +300,60 @@ def barriers(order, save):
     return text.count("stablehlo.optimization_barrier")
 
 
-@ORDERS
-def test_every_entry_waits_for_the_one_before_in_its_chain(order):
-    """A barrier for each of 4 stages x 2 micro-batches: forward, run again, backward."""
-    assert barriers(order, SAVES["none"]) == 8 + 8
-    assert barriers(order, SAVES["minimal"]) == 8 + 6 + 8
-    assert barriers(order, SAVES["full"]) == 8 + 8 + 8
+@pytest.mark.parametrize("order", ["batch split", "sequential"])
+def test_every_turn_waits_for_the_one_before_in_its_chain(order):
+    """A barrier for each of 4 stages x 2 micro-batches, and for each transfer of weights."""
+    transfers = 2 + 4 if order == "batch split" else 0  # gathers forward; gathers and scatters
+    assert barriers(order, SAVES["none"]) == 8 + 8 + transfers
+    assert barriers(order, SAVES["minimal"]) == 8 + 6 + 8 + transfers
+    assert barriers(order, SAVES["full"]) == 8 + 8 + 8 + transfers
 
 
-def test_a_barrier_holds_the_entry_before_of_its_own_chain():
-    """Forward: which stage's output each barrier's inputs come from."""
-    trace = []
-
-    def spying(name):
-        def fn(weights, context, carry):
-            del weights
-            trace.append((name, context))
-            return carry + 1
-
-        return fn
-
+def test_a_barrier_holds_the_turn_before_of_its_own_chain():
+    """Forward: how many values each barrier holds."""
     chains = {"a": "compute", "b": "communication", "c": "compute"}
     layer = Layer(
-        tuple(Stage(name, spying(name), (), chain) for name, chain in chains.items()),
-        lambda shards: {},
-        batch_split(3, 2),
+        tuple(Stage(name, lambda w, c, x: x + 1, (), chain) for name, chain in chains.items()),
+        (),
+        ScheduleConfig(use_batch_split_schedule=True),
     )
-    run = lambda xs: run_layers(layer, jnp.zeros(1), ["0", "1"], xs)  # noqa: E731
-    with pytest.raises(TypeError):
-        run([0.0, 1.0])  # contexts are arrays
     contexts = [jnp.zeros(()), jnp.ones(())]
-    jaxpr = jax.make_jaxpr(lambda xs: run_layers(layer, jnp.zeros(1), contexts, xs))([0.0, 1.0])
-    body = str(jaxpr)
+    shards = {"unread": jnp.zeros(1)}
+    jaxpr = jax.make_jaxpr(lambda xs: run_layers(layer, shards, contexts, xs))([0.0, 1.0])
     sizes = [
         len(line.split("optimization_barrier")[1].split())
-        for line in body.splitlines()
+        for line in str(jaxpr).splitlines()
         if "optimization_barrier" in line
     ]
     # a0 has nothing before it, a1 waits for a0; b0 for nothing, b1 for b0; c0 for a1, c1 for c0.
     assert sizes == [1, 2, 1, 2, 2, 2]
+
+
+def test_weights_travel_a_layer_ahead():
+    """Layer n gathers layer n + 1's weights between its own experts' barriers, not its own."""
+    seen = []
+
+    def gather(shards):
+        seen.append("gather " + " ".join(sorted(shards)))
+        return shards
+
+    layer = layer_of("batch split", SAVES["minimal"], gather=gather)
+    spied = tuple(
+        dataclasses.replace(
+            stage, fn=lambda *a, stage=stage: (seen.append(stage.name), stage.fn(*a))[1]
+        )
+        for stage in layer.stages
+    )
+    weights, xs, contexts = data()
+    layer = dataclasses.replace(layer, stages=spied)
+    jax.make_jaxpr(lambda xs: run_layers(layer, weights, contexts, xs))(xs)
+    first, in_layer = seen[:2], seen[2:]
+    gate_up, rest = "gather gate up", "gather down unused wa"
+    assert first == [gate_up, rest]
+    assert in_layer == [
+        *("attend", "attend", "dispatch", "dispatch"),
+        *(gate_up, "experts", rest, "experts", "combine", "combine"),
+    ]
 
 
 def test_micro_batches_of_a_config():
@@ -266,6 +361,3 @@ def test_micro_batches_of_a_config():
     for (split, factor), expected in cases.items():
         config = ScheduleConfig(use_batch_split_schedule=split, batch_split_factor=factor)
         assert config.micro_batches == expected
-        order = config.order(3)
-        assert sorted(order) == list(itertools.product(range(expected), range(3)))
-        assert order == (batch_split if split else sequential)(3, expected)

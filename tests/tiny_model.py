@@ -96,9 +96,9 @@ def gradient_function(config, mesh, **compiler_options):
         total = jnp.maximum(lax.psum(jnp.sum(batch["weights"]), AXES), 1.0)
         loss = functools.partial(transformer.loss, settings=settings)
         value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-        health = transformer.new_health(config.model)
+        probes = transformer.new_probes(config.model)
         (total_loss, parts), (grads, counts) = value_and_grad(
-            params, health, {**batch, "total_weight": total}
+            params, probes, {**batch, "total_weight": total}
         )
         return {**parts, "total": total_loss}, grads, counts
 

@@ -7,6 +7,7 @@ time, so the work is that of the rows there are. 8-bit operands are widened tile
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 from jax import lax
@@ -171,9 +172,7 @@ def _fold_scale(operand: Scaled, contracted: int) -> tuple[jax.Array, jax.Array 
         return value, None
     if scale.shape[contracted] == 1:
         return value, _repeat(scale, value.shape, 1 - contracted).reshape(-1)
-    return _widen(value, value.dtype) * _repeat(
-        _repeat(scale, value.shape, 0), value.shape, 1
-    ), None
+    return value.astype(jnp.float32) * _repeat(_repeat(scale, value.shape, 0), value.shape, 1), None
 
 
 def _repeat(scale, shape, dim):
@@ -190,11 +189,24 @@ def _as_bytes(value):
 
 
 def _widen(value, dtype):
-    """Values of `dtype`, 8-bit floats among them as bytes, at least as wide as float32.
+    """Values of `dtype`, 8-bit floats among them as bytes, in a type that multiplies fast.
 
-    Products of bfloat16 are exact in float32, and CPUs without bfloat16 units multiply float32
-    faster.
+    Products of bfloat16, and so of 8-bit values, are exact in float32, in which dots add up.
     """
     if value.dtype == jnp.uint8:
         value = lax.bitcast_convert_type(value, dtype)
+    if dtype == jnp.bfloat16 or jnp.dtype(dtype).itemsize == 1:
+        return value.astype(jnp.bfloat16 if _multiplies_bfloat16() else jnp.float32)
     return value.astype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether bfloat16 is the faster type to multiply: not on a CPU without instructions for it."""
+    if jax.default_backend() != "cpu":
+        return True
+    try:
+        flags = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -10,22 +10,28 @@ Shapes: B sequences, S tokens, D model width, T = B*S tokens of this device, R r
 """
 
 import dataclasses
+import functools
+import math
 
 import jax
 from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Float
 
-from octablox.fp8 import Recipe
+from octablox import fp8
+from octablox.fp8 import Quantized, Recipe
+from octablox.layer_scan import merge_by_gradient, split_by_gradient
 from octablox.mesh import ParamSpec, gather, norm_weight, vary, weight
 from octablox.model import attention
 from octablox.model.attention import rms_norm
 from octablox.model.config import ModelConfig
-from octablox.moe import experts, router
+from octablox.moe import exchange, experts, router
 from octablox.moe.config import MoeConfig
-from octablox.moe.dispatch import combine, dispatch, sort_copies
+from octablox.moe.dispatch import combine, dispatch, sort_copies, weights_of_rows, window
 from octablox.moe.experts import Experts
-from octablox.schedule import Layer, ScheduleConfig, Stage
+from octablox.moe.overflow import buffer_rows, sum_over_windows, windows_for
+from octablox.moe.probe import counted
+from octablox.schedule import Layer, ScheduleConfig, Stage, WeightGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,75 +90,156 @@ def dense_layer(settings: Settings) -> Layer:
 
     stages = (_attention_stage(settings, save), Stage("mlp", mlp, ("mlp",), save=save))
     specs = dense_layer_specs(settings.model)
-
-    def open_weights(shards):
-        return gather(specs, shards, settings.dtype)
-
-    return Layer(stages, open_weights, settings.schedule.order(len(stages)))
+    names = tuple(specs)
+    whole = WeightGroup(names, names, lambda shards: gather(specs, shards, settings.dtype))
+    return Layer(stages, (whole,), settings.schedule)
 
 
 def moe_layer(settings: Settings) -> Layer:
     """Stages of a layer with experts."""
-    model, moe = settings.model, settings.moe
-    kernel = Experts(moe, settings.recipe, settings.dtype)
     policy = settings.schedule.remat_policy
-    eps = model.normalization_layer_epsilon
-
-    def route(weights, context, carry):
-        h = rms_norm(carry["x"], weights["router"]["norm"], eps).reshape(-1, model.base_emb_dim)
-        real = context["real"].reshape(-1)
-        gate, bias = weights["router"]["gate"], weights["router"]["bias"]
-        chosen, mix = router.route(h, gate, bias, moe, real)
-        return {"x": carry["x"], "h": h, "chosen": chosen, "mix": mix}
-
-    def send(weights, context, carry):
-        del weights, context
-        h, chosen, mix = (_all_gather(carry[name]) for name in ("h", "chosen", "mix"))
-        order = sort_copies(chosen, moe.num_experts, _first_expert(moe))
-        return {
-            "x": carry["x"],
-            "h": carry["h"],
-            "rows": dispatch(h, order),
-            "mix": mix,
-            "order": order,
-        }
-
-    def compute(weights, context, carry):
-        del context
-        x = carry["x"]
-        if moe.shared_experts:
-            x = x + swiglu(weights["shared"], carry["h"]).reshape(x.shape)
-        sizes = carry["order"].group_sizes
-        rows = kernel.apply(weights["experts"], carry["rows"], sizes, weights["health"])
-        return {"x": x, "rows": rows, "mix": carry["mix"], "order": carry["order"]}
-
-    def receive(weights, context, carry):
-        del weights, context
-        tokens = combine(carry["rows"], carry["mix"], carry["order"])
-        tokens = lax.psum_scatter(tokens, "expert", scatter_dimension=0, tiled=True)
-        return {"x": carry["x"] + tokens.reshape(carry["x"].shape)}
-
     none, minimal = policy == "none", policy in ("none", "minimal")
-    shared = ("shared",) if moe.shared_experts else ()
+    moe = _MoeStages(settings)
+    shared = ("shared",) if settings.moe.shared_experts else ()
+    probes = "health", "overflow"
     stages = (
         _attention_stage(settings, none),
-        Stage("route", route, ("router",), save=none),
-        Stage("dispatch", send, (), "communication", save=minimal),
-        Stage("experts", compute, ("experts", "health", *shared), save=none),
-        Stage("combine", receive, (), "communication", save=none),
+        Stage("route", moe.route, ("router",), save=none),
+        Stage("dispatch", moe.dispatch, (), "communication", save=minimal),
+        Stage("experts", moe.experts, ("gate_up", "down", *probes, *shared), save=none),
+        # Linear: it keeps nothing.
+        Stage("combine", moe.combine, (), "communication", save=True),
     )
-    specs = moe_layer_specs(model, moe)
+    return Layer(
+        stages,
+        _weight_groups(settings, ("attention", *shared), probes),
+        settings.schedule,
+        idle=moe.idle,
+        pack=fp8.without_masters,
+        unpack=fp8.with_masters,
+    )
 
-    def open_weights(shards):
-        weights, health = shards
+
+def moe_shards(weights: dict, health: jax.Array, overflow: jax.Array) -> dict:
+    """The shards of `moe_layer`'s stack: of its parameters, and its probes."""
+    shards = {**weights, **weights["experts"], "health": vary(health), "overflow": vary(overflow)}
+    del shards["experts"]
+    return shards
+
+
+def _weight_groups(settings, dense, probes):
+    """Two groups: gate and up; and all the rest, which is about as much on the wire."""
+    specs = moe_layer_specs(settings.model, settings.moe)
+    kernel = _kernel(settings)
+
+    def gate_up(shards):
+        return {"gate_up": kernel.gather_gate_up(shards["gate_up"], shards["health"])}
+
+    def rest(shards):
         return {
-            **{n: gather(specs[n], weights[n], settings.dtype) for n in ("attention", *shared)},
-            "router": gather(specs["router"], weights["router"], jnp.float32),
-            "experts": kernel.gather(weights["experts"], health),
-            "health": vary(health),
+            **{name: gather(specs[name], shards[name], settings.dtype) for name in dense},
+            "router": gather(specs["router"], shards["router"], jnp.float32),
+            "down": kernel.gather_down(shards["down"], shards["health"]),
+            **{name: shards[name] for name in probes},
         }
 
-    return Layer(stages, open_weights, settings.schedule.order(len(stages)))
+    names = (*dense, "router", "down", *probes)
+    return (
+        WeightGroup(("gate_up", "health"), ("gate_up",), gate_up),
+        WeightGroup(names, names, rest),
+    )
+
+
+def _kernel(settings):
+    return Experts(settings.moe, settings.recipe, settings.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MoeStages:
+    """The stages of a MoE layer after attention; see `Stage.fn`."""
+
+    settings: Settings
+
+    def route(self, weights, context, carry):
+        """Chooses each token's experts."""
+        model, moe = self.settings.model, self.settings.moe
+        x, eps = carry["x"], model.normalization_layer_epsilon
+        h = rms_norm(x, weights["router"]["norm"], eps).reshape(-1, model.base_emb_dim)
+        gate, bias = weights["router"]["gate"], weights["router"]["bias"]
+        chosen, mix = router.route(h, gate, bias, moe, context["real"].reshape(-1))
+        return {"x": x, "h": h, "chosen": chosen, "mix": mix}
+
+    def dispatch(self, weights, context, carry):
+        """Brings the tokens of the whole expert axis here, and sorts their copies."""
+        del weights, context
+        moe, h = self.settings.moe, carry["h"]
+        gathered = exchange.gather_over_experts
+        cast = exchange.wire_cast(self.settings.recipe)
+        tokens = exchange.send(h, cast) if moe.fp8_dispatch else gathered(h)
+        order = sort_copies(gathered(carry["chosen"]), moe.num_experts, _first_expert(moe))
+        rows = self._buffer_rows(h.shape[0])
+        few = rows < order.copy_of_row.shape[0]
+        windows = windows_for(_local_rows(order, moe), rows) if few else None
+        return {
+            "x": carry["x"],
+            "h": h,
+            "tokens": tokens,
+            "mix": gathered(carry["mix"]),
+            "order": order,
+            "windows": windows,
+        }
+
+    def experts(self, weights, context, carry):
+        """The shared expert, and this device's experts on their rows."""
+        del context
+        x, h = carry["x"], carry["h"]
+        if self.settings.moe.shared_experts:
+            x = x + swiglu(weights["shared"], h).reshape(x.shape)
+        floats, others = split_by_gradient(
+            {
+                "weights": {name: weights[name] for name in ("gate_up", "down", "health")},
+                "tokens": carry["tokens"],
+                "mix": carry["mix"],
+                "order": carry["order"],
+            }
+        )
+        windows = carry["windows"]
+        if windows is None:
+            return {"x": x, "tokens": self._window(h.shape[0], 0, floats, others)}
+        once = functools.partial(self._window, h.shape[0])
+        tokens = sum_over_windows(once, windows, floats, others)
+        overflowed = (windows > 1).astype(jnp.float32)
+        return {"x": x, "tokens": counted(tokens, weights["overflow"], vary(overflowed))}
+
+    def combine(self, weights, context, carry):
+        """Sums the results of all devices of the axis, each for its own tokens."""
+        del weights, context
+        tokens = exchange.receive(carry["tokens"], self.settings.moe.fp8_dispatch_grad)
+        return {"x": carry["x"] + tokens.reshape(carry["x"].shape)}
+
+    def idle(self, carry):
+        """A carry that `combine` turns into `carry`."""
+        x = carry["x"]
+        tokens = math.prod(x.shape[:-1]) * lax.axis_size("expert")
+        return {"x": x, "tokens": vary(jnp.zeros((tokens, x.shape[-1]), x.dtype))}
+
+    def _window(self, local_tokens, n, floats, others):
+        """Window n of the rows through the experts: their part of all tokens [T, D]."""
+        of = merge_by_gradient(floats, others)
+        rows = self._buffer_rows(local_tokens)
+        order = window(of["order"], n * rows, rows)
+        tokens = dispatch(of["tokens"], order)
+        kernel = _kernel(self.settings)
+        recipe = self.settings.recipe
+        if isinstance(tokens, Quantized) and exchange.wire_cast(recipe) != recipe.act:
+            tokens = exchange.dequantized(tokens)
+        mix = weights_of_rows(of["mix"], order)
+        health = of["weights"]["health"]
+        return combine(kernel.apply(of["weights"], tokens, mix, order.group_sizes, health), order)
+
+    def _buffer_rows(self, local_tokens):
+        moe, shards = self.settings.moe, lax.axis_size("expert")
+        return buffer_rows(moe, local_tokens * shards * moe.num_experts_per_tok, shards)
 
 
 def swiglu(weights: dict[str, jax.Array], x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
@@ -174,11 +261,13 @@ def _attention_stage(settings, save):
     return Stage("attention", attend, ("attention",), save=save)
 
 
-def _all_gather(x):
-    return lax.all_gather(vary(x), "expert", tiled=True)
-
-
 def _first_expert(moe):
     if moe.expert_sharding == "width":
         return 0
     return lax.axis_index("expert") * (moe.num_experts // lax.axis_size("expert"))
+
+
+def _local_rows(order, moe):
+    """Rows of the experts that this device holds, which come first."""
+    held = moe.num_experts // (lax.axis_size("expert") if moe.expert_sharding == "expert" else 1)
+    return jnp.sum(order.group_sizes[:held])

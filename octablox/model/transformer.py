@@ -13,7 +13,8 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from octablox.mesh import AXES, gather, map_specs, norm_weight, weight
+from octablox.layer_scan import run_layers
+from octablox.mesh import AXES, gather, map_specs, norm_weight, vary_uncut, weight
 from octablox.model.attention import rms_norm, rotary_angles
 from octablox.model.config import ModelConfig
 from octablox.model.layers import (
@@ -22,9 +23,9 @@ from octablox.model.layers import (
     dense_layer_specs,
     moe_layer,
     moe_layer_specs,
+    moe_shards,
 )
 from octablox.moe.config import MoeConfig
-from octablox.schedule import run_layers
 
 # Tokens whose logits exist at the same time.
 LOSS_CHUNK = 2048
@@ -58,21 +59,29 @@ def parameter_specs(model: ModelConfig, moe: MoeConfig) -> dict:
     return specs
 
 
-def new_health(model: ModelConfig) -> dict[str, jax.Array]:
-    """Zeros whose gradients count how casts fared, one `gmm.new_health` for each MoE layer."""
+def new_probes(model: ModelConfig) -> dict[str, dict[str, jax.Array]]:
+    """Zeros whose gradients are counts, for each kind of MoE layers (layers L first).
+
+    `health` [L, 3, 3]: how casts fared, see `gmm.new_health`. `overflow` [L]: micro-batches whose
+    rows did not fit the buffer, see `moe.overflow`.
+    """
     layers = {"moe_layers": model.base_num_decoder_layers - model.first_num_dense_layers}
     layers["mtp"] = model.mtp_num_layers
-    return {name: jnp.zeros((count, 3, 3)) for name, count in layers.items() if count}
+    return {
+        name: {"health": jnp.zeros((count, 3, 3)), "overflow": jnp.zeros(count)}
+        for name, count in layers.items()
+        if count
+    }
 
 
 def loss(
-    params: dict, health: dict, batch: dict[str, jax.Array], settings: Settings
+    params: dict, probes: dict, batch: dict[str, jax.Array], settings: Settings
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The mean loss of a global batch, computed on this device's part inside `shard_map`.
 
     Args:
       params: shards, as `parameter_specs`.
-      health: see `new_health`.
+      probes: see `new_probes`.
       batch: `tokens`, `targets`, `segment_ids`, `positions` int32 [B, S], `weights` [B, S], and
         `total_weight` [], what the sum over all devices is divided by.
       settings: the model.
@@ -86,29 +95,32 @@ def loss(
     micro_batches = _split(batch, settings.schedule.micro_batches)
     contexts = [_context(micro, model) for micro in micro_batches]
     hidden = [_embed(top["embedding"], micro["tokens"]) for micro in micro_batches]
-    hidden = _trunk(params, health, contexts, hidden, settings)
+    hidden = _trunk(params, probes, contexts, hidden, settings)
     main = _head_loss(top["final_norm"], top["head"], hidden, micro_batches, settings)
     parts = {"loss": lax.psum(main, AXES) / total, "mtp_loss": jnp.zeros(())}
     if model.mtp_num_layers:
-        hidden = _mtp(params["mtp"], health, contexts, hidden, top, micro_batches, settings)
+        hidden = _mtp(params["mtp"], probes, contexts, hidden, top, micro_batches, settings)
         later = [_one_later(micro) for micro in micro_batches]
         mtp = _head_loss(params["mtp"]["final_norm"], top["head"], hidden, later, settings)
         parts["mtp_loss"] = lax.psum(mtp, AXES) / total
     return parts["loss"] + model.mtp_loss_scaling_factor * parts["mtp_loss"], parts
 
 
-def _trunk(params, health, contexts, hidden, settings):
+def _trunk(params, probes, contexts, hidden, settings):
     """The main model's layers: [B, S, D] per micro-batch -> the same."""
     carries = [{"x": h} for h in hidden]
+    specs = parameter_specs(settings.model, settings.moe)
     if "dense_layers" in params:
-        carries = run_layers(dense_layer(settings), params["dense_layers"], contexts, carries)
+        shards = vary_uncut(specs["dense_layers"], params["dense_layers"])
+        carries = run_layers(dense_layer(settings), shards, contexts, carries)
     if "moe_layers" in params:
-        shards = params["moe_layers"], health["moe_layers"]
+        weights = vary_uncut(specs["moe_layers"], params["moe_layers"])
+        shards = moe_shards(weights, **probes["moe_layers"])
         carries = run_layers(moe_layer(settings), shards, contexts, carries)
     return [carry["x"] for carry in carries]
 
 
-def _mtp(params, health, contexts, hidden, top, micro_batches, settings):
+def _mtp(params, probes, contexts, hidden, top, micro_batches, settings):
     """The MTP layer: hidden states [B, S, D] per micro-batch -> its own."""
     specs = parameter_specs(settings.model, settings.moe)["mtp"]
     weights = _gather_some(params, specs, settings, ("embedding_norm", "hidden_norm", "projection"))
@@ -124,7 +136,7 @@ def _mtp(params, health, contexts, hidden, top, micro_batches, settings):
         {**context, "real": micro["weights"] > 0}
         for context, micro in zip(contexts, micro_batches, strict=True)
     ]
-    shards = params["layers"], health["mtp"]
+    shards = moe_shards(vary_uncut(specs["layers"], params["layers"]), **probes["mtp"])
     return [carry["x"] for carry in run_layers(moe_layer(settings), shards, contexts, carries)]
 
 

@@ -23,6 +23,20 @@ class MoeConfig(BaseModel):
     expert_sharding: Literal["expert", "width"] = Field(
         "expert", description="the dim of expert weights that the expert axis shards: E, or F"
     )
+    ragged_buffer_factor: float = Field(
+        -1.0,
+        description="rows of the buffer of dispatched rows, as a multiple of a device's mean; rows "
+        "beyond it cost time, none is dropped. -1: a buffer for the worst case",
+    )
+    fp8_dispatch: bool = Field(
+        False, description="rows cross the expert axis in 8 bits on their way to the experts"
+    )
+    fp8_dispatch_grad: bool = Field(
+        False, description="gradients of rows cross the expert axis in 8 bits (e5m2)"
+    )
+    grad_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of expert weights' gradients, where they are summed over fsdp"
+    )
     gmm_backend: Literal["auto", "xla", "ragged_dot"] = Field(
         "auto", description="the GMMs' kernels; auto: the best that supports the call"
     )

@@ -1,10 +1,10 @@
 """Token copies to their experts and back, without scatters.
 
 Every token has k copies. Dispatch sorts copies by expert, so that the grouped matmul finds each
-expert's rows together; combine gathers each token's k results and sums them by weight. Both are
-gathers forward *and* backward: each is the other's transpose.
+expert's rows together; combine gathers each token's k results and sums them. Both are gathers
+forward *and* backward: each is the other's transpose.
 
-Shapes: T tokens, D model width, E experts, k copies a token, R = T*k rows.
+Shapes: T tokens, D model width, E experts, k copies a token, R rows (T*k, or those of a window).
 """
 
 import dataclasses
@@ -15,7 +15,11 @@ from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from octablox.fp8 import Quantized
 from octablox.kernels import vary_like
+
+# Tokens whose copies' rows exist at the same time while they are summed.
+COMBINE_CHUNK = 4096
 
 
 @jax.tree_util.register_dataclass
@@ -25,7 +29,7 @@ class CopyOrder:
 
     Attributes:
       copy_of_row: int32 [R]; copy c belongs to token c // k.
-      row_of_copy: int32 [T, k], its inverse.
+      row_of_copy: int32 [T, k], its inverse; R or more for copies that have no row here.
       group_sizes: int32 [E], rows of each expert, this shard's experts first.
 
     As any pytree it may hold other leaves in place of its arrays, such as partition specs.
@@ -57,54 +61,74 @@ def sort_copies(
     return CopyOrder(copy_of_row, row_of_copy.reshape(chosen.shape), group_sizes)
 
 
+def window(order: CopyOrder, first: Int[Array, ""] | int, rows: int) -> CopyOrder:
+    """The order of only the rows [first, first + rows) of another; `rows` is static.
+
+    `first` must be a multiple of `rows`. The last window may reach past the last row: what lies
+    there is garbage, of no expert.
+    """
+    total = order.copy_of_row.shape[0]
+    if rows == total:
+        return order
+    copy_of_row = jnp.pad(order.copy_of_row, (0, -total % rows))
+    copy_of_row = lax.dynamic_slice_in_dim(copy_of_row, first, rows)
+    relative = order.row_of_copy - first
+    row_of_copy = jnp.where((relative >= 0) & (relative < rows), relative, rows)
+    ends = jnp.clip(jnp.cumsum(order.group_sizes) - first, 0, rows)
+    group_sizes = jnp.diff(ends, prepend=vary_like((ends,), jnp.zeros(1, ends.dtype)))
+    return CopyOrder(copy_of_row, row_of_copy, group_sizes.astype(jnp.int32))
+
+
+def dispatch(tokens: Float[Array, "T D"] | Quantized, order: CopyOrder):
+    """Rows [R, D] of `tokens` [T, D], sorted by expert; quantized if the tokens are."""
+    if not isinstance(tokens, Quantized):
+        return _dispatch(tokens, order)
+    token = _token_of_row(order)
+    q = jax.tree.map(lambda a: jnp.take(a, token, axis=0), tokens.q)
+    return Quantized(_dispatch(tokens.master, order), q)
+
+
 @jax.custom_vjp
-def dispatch(tokens: Float[Array, "T D"], order: CopyOrder) -> Float[Array, "R D"]:
-    """Rows [R, D] of `tokens` [T, D], sorted by expert."""
+def _dispatch(tokens, order):
     return jnp.take(tokens, _token_of_row(order), axis=0)
 
 
-def _dispatch_forward(tokens, order):
-    return dispatch(tokens, order), order
+@jax.custom_vjp
+def combine(rows: Float[Array, "R D"], order: CopyOrder) -> Float[Array, "T D"]:
+    """Tokens [T, D]: each the sum of its copies' rows, in rows' dtype, summed in float32.
 
+    `rows` [R, D]; those of experts held elsewhere are zero.
+    """
 
-def _dispatch_backward(order, grad):
-    ones = jnp.ones_like(order.row_of_copy, jnp.float32)
-    return combine(grad, ones, order), None
+    def summed(row_of_copy):
+        copies = jnp.take(rows, row_of_copy, axis=0, mode="fill", fill_value=0)
+        return jnp.sum(copies.astype(jnp.float32), axis=1).astype(rows.dtype)
+
+    tokens, k = order.row_of_copy.shape
+    if tokens <= COMBINE_CHUNK or tokens % COMBINE_CHUNK:
+        return summed(order.row_of_copy)
+    chunks = order.row_of_copy.reshape(-1, COMBINE_CHUNK, k)
+    return lax.map(summed, chunks).reshape(tokens, rows.shape[1])
 
 
 @jax.custom_vjp
-def combine(
-    rows: Float[Array, "R D"], weights: Float[Array, "T k"], order: CopyOrder
-) -> Float[Array, "T D"]:
-    """Tokens [T, D]: each the weighted sum of its copies' rows.
-
-    Args:
-      rows: [R, D]; rows of experts held elsewhere are zero.
-      weights: float32 [T, k].
-      order: of `sort_copies`.
-
-    Returns:
-      [T, D] in rows' dtype, summed in float32.
-    """
-    copies = jnp.take(rows, order.row_of_copy, axis=0).astype(jnp.float32)
-    return jnp.sum(copies * weights[:, :, None], axis=1).astype(rows.dtype)
+def weights_of_rows(weights: Float[Array, "T k"], order: CopyOrder) -> Float[Array, " R"]:
+    """The weight [R] of each row, of the copies' weights float32 [T, k]."""
+    return jnp.take(weights.reshape(-1), order.copy_of_row)
 
 
-def _combine_forward(rows, weights, order):
-    return combine(rows, weights, order), (rows, weights, order)
-
-
-def _combine_backward(residuals, grad):
-    rows, weights, order = residuals
-    copies = jnp.take(rows, order.row_of_copy, axis=0)
-    weight_grad = jnp.einsum("tkd,td->tk", copies, grad, preferred_element_type=jnp.float32)
-    weight_of_row = jnp.take(weights.reshape(-1), order.copy_of_row)[:, None]
-    row_grad = jnp.take(grad, _token_of_row(order), axis=0).astype(jnp.float32) * weight_of_row
-    return row_grad.astype(rows.dtype), weight_grad, None
-
-
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
-combine.defvjp(_combine_forward, _combine_backward)
+_dispatch.defvjp(
+    lambda tokens, order: (_dispatch(tokens, order), order),
+    lambda order, grad: (combine(grad, order), None),
+)
+combine.defvjp(
+    lambda rows, order: (combine(rows, order), order),
+    lambda order, grad: (_dispatch(grad, order), None),
+)
+weights_of_rows.defvjp(
+    lambda weights, order: (weights_of_rows(weights, order), order),
+    lambda order, grad: (jnp.take(grad, order.row_of_copy, mode="fill", fill_value=0), None),
+)
 
 
 def _token_of_row(order):

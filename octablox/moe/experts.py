@@ -20,7 +20,7 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from octablox import fp8
-from octablox.fp8 import QArray, QuantizedWeight, Recipe
+from octablox.fp8 import QArray, Quantized, Recipe
 from octablox.gmm import DimAxes, gmm
 from octablox.mesh import AXES, EXPERT_SHARDS, ParamSpec, vary
 from octablox.moe.config import MoeConfig
@@ -51,30 +51,41 @@ class Experts:
     recipe: Recipe
     dtype: jnp.dtype
 
-    def gather(self, shards: dict[str, jax.Array], health: jax.Array) -> dict[str, QuantizedWeight]:
-        """One layer's weights from its shards: quantized, then gathered over `fsdp`.
+    def gather_gate_up(
+        self, shard: Float[Array, "E D 2 F"], health: Float[Array, "3 3"]
+    ) -> Quantized:
+        """One layer's gate and up [E, D, 2F] from its shard: quantized, then gathered over `fsdp`.
 
         Args:
-          shards: `gate_up` [E', D', 2, F'] and `down` [E', F', D'].
+          shard: [E', D', 2, F'].
           health: see `gmm.new_health`; its gradient counts the weights' casts.
         """
-        width_axes = self._width_axes
-        e, d, _, f = shards["gate_up"].shape
-        gate_up = shards["gate_up"].reshape(e, d, 2 * f)
-        gather = functools.partial(_gather, self.recipe, jnp.dtype(self.dtype))
-        return {
-            "gate_up": gather(gate_up, health, 1, {1: EXPERT_SHARDS, 2: width_axes}, 2),
-            "down": gather(shards["down"], health, 2, {1: width_axes, 2: EXPERT_SHARDS}, 1),
-        }
+        e, d, _, f = shard.shape
+        axes = {1: EXPERT_SHARDS, 2: self._width_axes}
+        return self._gather(shard.reshape(e, d, 2 * f), health, dim=1, axes=axes, parts=2)
+
+    def gather_down(self, shard: Float[Array, "E F D"], health: Float[Array, "3 3"]) -> Quantized:
+        """One layer's down [E, F, D] from its shard [E', F', D'], see `gather_gate_up`."""
+        axes = {1: self._width_axes, 2: EXPERT_SHARDS}
+        return self._gather(shard, health, dim=2, axes=axes, parts=1)
+
+    def _gather(self, shard, health, *, dim, axes, parts):
+        dtypes = jnp.dtype(self.dtype), jnp.dtype(self.config.grad_dtype)
+        how = _Gather(self.recipe, *dtypes, dim, tuple(axes.items()), parts)
+        return _quantize_and_gather(how, vary(shard), vary(health))
 
     def apply(
         self,
-        weights: dict[str, QuantizedWeight],
-        rows: Float[Array, "R D"],
+        weights: dict[str, Quantized],
+        rows: Float[Array, "R D"] | Quantized,
+        row_weights: Float[Array, " R"],
         group_sizes: Int[Array, " E"],
         health: Float[Array, "3 3"],
     ) -> Float[Array, "R D"]:
-        """Rows [R, D] through their experts, [R, D]; zero for rows of experts held elsewhere."""
+        """Rows [R, D] through their experts, times their weights; zero for experts held elsewhere.
+
+        The weights multiply the hidden rows, which are fewer numbers than the results.
+        """
         multiply = functools.partial(
             gmm,
             group_sizes=group_sizes,
@@ -93,7 +104,7 @@ class Experts:
                 for half in _halves(weights["gate_up"])
             )
         hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-        hidden = hidden.astype(rows.dtype)
+        hidden = (hidden * row_weights[:, None]).astype(self.dtype)
         return multiply(hidden, weights["down"], recipe=self.recipe, axes=out_of)
 
     @property
@@ -103,21 +114,16 @@ class Experts:
         return ("expert",) if cut else ()
 
 
-def _gather(recipe, dtype, shard, health, dim, axes, parts):
-    how = _Gather(recipe, dtype, dim, tuple(axes.items()), parts, jnp.dtype(shard.dtype))
-    return _quantize_and_gather(how, vary(shard), vary(health))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Gather:
     """What is static about gathering one weight: over fsdp along `dim`."""
 
     recipe: Recipe
     dtype: jnp.dtype
+    grad_dtype: jnp.dtype
     dim: int
     axes: tuple[tuple[int, tuple[str, ...]], ...]
     parts: int
-    grad_dtype: jnp.dtype
 
     def __hash__(self) -> int:
         return hash((self.recipe.name, self.dtype, self.dim, self.axes, self.parts))
@@ -149,14 +155,15 @@ def _quantize_and_gather_forward(how, shard, health):
         counts = fp8.health(whole, value) / lax.axis_size(EXPERT_SHARDS)
     shape = list(shard.shape)
     shape[how.dim] *= lax.axis_size(EXPERT_SHARDS)
-    master = vary(jnp.zeros(shape, how.grad_dtype))
-    return jax.tree.map(vary, QuantizedWeight(master, value)), vary(counts)
+    value = jax.tree.map(vary, value)
+    return fp8.new_quantized(value, tuple(shape), how.grad_dtype), (vary(counts), shard)
 
 
-def _quantize_and_gather_backward(how, counts, grad):
+def _quantize_and_gather_backward(how, residuals, grad):
+    counts, shard = residuals
     scattered = lax.psum_scatter(grad.master, EXPERT_SHARDS, scatter_dimension=how.dim, tiled=True)
     rest = jnp.zeros_like(counts)
-    return scattered, jnp.stack([counts, rest, rest])
+    return scattered.astype(shard.dtype), jnp.stack([counts, rest, rest])
 
 
 _quantize_and_gather.defvjp(_quantize_and_gather_forward, _quantize_and_gather_backward)
@@ -175,7 +182,7 @@ def _scale_is_cut(cast, dim):
     return _block(cast, dim) is not None and fp8.parse_calibration(cast.calibration)[0] != "fixed"
 
 
-def _halves(both: QuantizedWeight) -> tuple[QuantizedWeight, QuantizedWeight]:
+def _halves(both: Quantized) -> tuple[Quantized, Quantized]:
     """Gate and up [E, D, F] of the merged weight."""
 
     def half(n):

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from octablox.mesh import ParamSpec, weight
 from octablox.moe.config import MoeConfig
+from octablox.moe.probe import counted
 
 
 def specs(config: MoeConfig, width: int) -> dict[str, ParamSpec]:
@@ -48,7 +49,7 @@ def route(
     weights = jnp.sum(jnp.where(is_chosen, scores[:, None, :], 0), axis=2)
     weights /= jnp.sum(weights, axis=1, keepdims=True) + 1e-20
     load = jnp.sum(is_chosen & real[:, None, None], axis=(0, 1), dtype=jnp.float32)
-    return chosen, _with_load(weights * config.routed_scaling_factor, bias, load)
+    return chosen, counted(weights * config.routed_scaling_factor, bias, load)
 
 
 def updated_bias(
@@ -70,26 +71,3 @@ def _choose(scores, config):
         is_kept = jnp.any(kept_groups[:, None, :] == group, axis=2, keepdims=True)
         scores = jnp.where(is_kept, grouped, -jnp.inf).reshape(tokens, experts)
     return lax.top_k(scores, config.num_experts_per_tok)[1]
-
-
-@jax.custom_vjp
-def _with_load(weights, bias, load):
-    """`weights`; the gradient of `bias` is `load`.
-
-    The load travels as a gradient because gradients are what is summed over micro-batches,
-    devices and accumulation steps anyway.
-    """
-    del bias, load
-    return weights
-
-
-def _with_load_forward(weights, bias, load):
-    del bias
-    return weights, load
-
-
-def _with_load_backward(load, grad):
-    return grad, load, None
-
-
-_with_load.defvjp(_with_load_forward, _with_load_backward)

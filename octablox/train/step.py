@@ -198,22 +198,22 @@ class Trainer:
         """Sum over the batch's counted tokens of their loss, and their number."""
 
         def local(params, batch):
-            health = transformer.new_health(self.config.model)
+            probes = transformer.new_probes(self.config.model)
             ones = {**batch, "total_weight": jnp.ones(())}
-            _, parts = transformer.loss(params, health, ones, self._settings)
+            _, parts = transformer.loss(params, probes, ones, self._settings)
             return parts["loss"], lax.psum(jnp.sum(batch["weights"]), AXES)
 
         return self._on_mesh(local, PartitionSpec())(params, batch)
 
     def _grads(self, params, batch):
         """On one device: gradients as the params are cut, and scalars equal on all devices."""
-        health = transformer.new_health(self.config.model)
+        probes = transformer.new_probes(self.config.model)
         total = jnp.maximum(lax.psum(jnp.sum(batch["weights"]), AXES), 1.0)
 
         def grads_of(rows):
             loss = functools.partial(transformer.loss, settings=self._settings)
             grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
-            return grad(params, health, {**rows, "total_weight": total})
+            return grad(params, probes, {**rows, "total_weight": total})
 
         if self._accumulation == 1:
             (grads, counts), parts = grads_of(batch)
@@ -221,9 +221,9 @@ class Trainer:
             cut = lambda a: a.reshape(self._accumulation, -1, *a.shape[1:])  # noqa: E731
             add = lambda total, rows: (jax.tree.map(jnp.add, total, grads_of(rows)), None)  # noqa: E731
             zeros = {"loss": jnp.zeros(()), "mtp_loss": jnp.zeros(())}
-            start = jax.tree.map(jnp.zeros_like, ((params, health), zeros))
+            start = jax.tree.map(jnp.zeros_like, ((params, probes), zeros))
             ((grads, counts), parts), _ = lax.scan(add, start, jax.tree.map(cut, batch))
-        return grads, {**parts, "tokens": total, **_cast_health(counts)}
+        return grads, {**parts, "tokens": total, **_counts_to_log(counts)}
 
     def _on_mesh(self, fn, out_specs):
         in_specs = self._param_specs(), batch_partition()
@@ -260,20 +260,22 @@ def _merge(trainable, biases):
     )
 
 
-def _cast_health(counts):
-    """Fractions of the nonzero elements of all weights, activations and gradients that were cast.
+def _counts_to_log(probes):
+    """What the probes counted: fractions of casts, and how often rows did not fit their buffer.
 
+    Fractions are of the nonzero elements of all weights, activations and gradients that were cast.
     Empty where no layer has experts.
     """
-    if not counts:
+    if not probes:
         return {}
-    totals = sum(jnp.sum(layers, axis=0) for layers in counts.values())
+    totals = sum(jnp.sum(layers["health"], axis=0) for layers in probes.values())
     fractions = totals[:, :2] / jnp.maximum(totals[:, 2:], 1.0)
+    overflows = sum(jnp.sum(layers["overflow"]) for layers in probes.values())
     return {
         f"{operand}_{what}": fractions[row, column]
         for row, operand in enumerate(("weight", "act", "grad"))
         for column, what in enumerate(("saturated", "flushed"))
-    }
+    } | {"buffer_overflows": overflows / lax.axis_size(AXES)}
 
 
 def _imbalance(loads):
