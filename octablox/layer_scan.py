@@ -350,7 +350,7 @@ def split_by_gradient(tree: Tree) -> tuple[Tree, Tree]:
 
     nodes, structure = jax.tree.flatten(tree, is_leaf=knows)
     floats, others = zip(*map(split, nodes), strict=True) if nodes else ((), ())
-    return structure.unflatten(floats), structure.unflatten(others)
+    return jax.tree.unflatten(structure, floats), jax.tree.unflatten(structure, others)
 
 
 def merge_by_gradient(floats: Tree, others: Tree) -> Tree:
@@ -390,4 +390,4 @@ def _restored(without, known):
     """The inverse of `_without`, with `known` computed anew."""
     known, kept = jax.tree.leaves(known), iter(without.leaves)
     leaves = [next(kept) if place is None else known[place] for place in without.places]
-    return jax.tree.unflatten(without.structure, leaves)
+    return without.structure.unflatten(leaves)

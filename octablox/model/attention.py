@@ -7,6 +7,7 @@ Shapes: B sequences, S tokens, D model width, H heads, `nope`/`rope` the parts o
 and key without and with a position, V a head's value width.
 """
 
+import functools
 import math
 
 import jax
@@ -17,6 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from octablox.mesh import ParamSpec, norm_weight, weight
 from octablox.model.config import ModelConfig
+
+# Queries whose scores with all keys exist at the same time.
+QUERY_CHUNK = 512
 
 
 def specs(config: ModelConfig) -> dict[str, ParamSpec]:
@@ -72,25 +76,42 @@ def attend(
     latent, k_rope = jnp.split(x @ weights["kv_a"], [config.kv_lora_rank], axis=-1)
     kv = split_heads(rms_norm(latent, weights["kv_norm"], eps) @ weights["kv_b"])
     k_nope, v = jnp.split(kv, [nope], axis=-1)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q_nope, k_nope, preferred_element_type=jnp.float32)
-    scores += jnp.einsum(
-        "bqhd,bkd->bhqk",
-        rotate(q_rope, *rotation),
-        rotate(k_rope[:, :, None, :], *rotation)[:, :, 0],
-        preferred_element_type=jnp.float32,
-    )
-    scores = jnp.where(_visible(segment_ids), scores * softmax_scale(config), -1e30)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", probabilities, v)
+    q_rope, k_rope = rotate(q_rope, *rotation), rotate(k_rope[:, :, None, :], *rotation)[:, :, 0]
+    queries = q_nope, q_rope, segment_ids
+    mix = functools.partial(_mix, (k_nope, k_rope, v, segment_ids), softmax_scale(config))
+    mixed = _in_query_chunks(mix, queries)
     return mixed.reshape(*x.shape[:-1], -1) @ weights["out"]
 
 
-def _visible(segment_ids):
-    """bool [B, 1, S, S]: same segment, not later. A token always sees itself."""
-    same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    s = segment_ids.shape[1]
-    query, key = (lax.broadcasted_iota(jnp.int32, (1, 1, s, s), dim) for dim in (2, 3))
-    return same & (key <= query)
+def _mix(keys, scale, queries, first):
+    """What each query sees, mixed: [B, Q, H, V], for queries `first` to `first` + Q."""
+    (q_nope, q_rope, q_segment), (k_nope, k_rope, v, k_segment) = queries, keys
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q_nope, k_nope, preferred_element_type=jnp.float32)
+    scores += jnp.einsum("bqhd,bkd->bhqk", q_rope, k_rope, preferred_element_type=jnp.float32)
+    shape = (1, 1, q_nope.shape[1], k_nope.shape[1])
+    query, key = (lax.broadcasted_iota(jnp.int32, shape, dim) for dim in (2, 3))
+    # Same segment, not later. A token always sees itself.
+    visible = q_segment[:, None, :, None] == k_segment[:, None, None, :]
+    visible &= key <= query + first
+    scores = jnp.where(visible, scores * scale, -1e30)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", probabilities, v)
+
+
+def _in_query_chunks(mix, queries):
+    """`mix` of all queries [B, S, ...], a chunk of S at a time, each again in the backward pass."""
+    sequence = queries[0].shape[1]
+    if sequence <= QUERY_CHUNK or sequence % QUERY_CHUNK:
+        return mix(queries, 0)
+    chunks = sequence // QUERY_CHUNK
+
+    def cut(a):
+        return jnp.moveaxis(a.reshape(a.shape[0], chunks, QUERY_CHUNK, *a.shape[2:]), 1, 0)
+
+    first = jnp.arange(chunks, dtype=jnp.int32) * QUERY_CHUNK
+    one_chunk = jax.checkpoint(lambda chunk: mix(*chunk))
+    mixed = jnp.moveaxis(lax.map(one_chunk, (jax.tree.map(cut, queries), first)), 0, 1)
+    return mixed.reshape(mixed.shape[0], sequence, *mixed.shape[3:])
 
 
 def rms_norm(

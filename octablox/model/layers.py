@@ -105,7 +105,7 @@ def moe_layer(settings: Settings) -> Layer:
     stages = (
         _attention_stage(settings, none),
         Stage("route", moe.route, ("router",), save=none),
-        Stage("dispatch", moe.dispatch, (), "communication", save=minimal),
+        Stage("dispatch", moe.dispatch, ("health",), "communication", save=minimal),
         Stage("experts", moe.experts, ("gate_up", "down", *probes, *shared), save=none),
         # Linear: it keeps nothing.
         Stage("combine", moe.combine, (), "communication", save=True),
@@ -171,11 +171,13 @@ class _MoeStages:
 
     def dispatch(self, weights, context, carry):
         """Brings the tokens of the whole expert axis here, and sorts their copies."""
-        del weights, context
+        del context
         moe, h = self.settings.moe, carry["h"]
         gathered = exchange.gather_over_experts
-        cast = exchange.wire_cast(self.settings.recipe)
-        tokens = exchange.send(h, cast) if moe.fp8_dispatch else gathered(h)
+        if moe.fp8_dispatch:
+            tokens = exchange.send(h, weights["health"], exchange.wire_cast(self.settings.recipe))
+        else:
+            tokens = gathered(h)
         order = sort_copies(gathered(carry["chosen"]), moe.num_experts, _first_expert(moe))
         rows = self._buffer_rows(h.shape[0])
         few = rows < order.copy_of_row.shape[0]

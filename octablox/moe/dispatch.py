@@ -53,8 +53,9 @@ def sort_copies(
     expert = ((chosen - first_local) % num_experts).reshape(-1).astype(jnp.int32)
     copy = lax.iota(jnp.int32, expert.size)
     copy = vary_like((expert,), copy)
-    # Not argsort: that loses the varying type inside shard_map.
-    _, copy_of_row = lax.sort((expert, copy), num_keys=1, is_stable=True)
+    # Not argsort: that loses the varying type inside shard_map. Two keys instead of a stable sort
+    # of one: libtpu spends minutes of compilation on the latter.
+    _, copy_of_row = lax.sort((expert, copy), num_keys=2, is_stable=False)
     _, row_of_copy = lax.sort((copy_of_row, copy), num_keys=1, is_stable=False)
     is_of_group = expert[:, None] == lax.broadcasted_iota(jnp.int32, (1, num_experts), 1)
     group_sizes = jnp.sum(is_of_group, axis=0, dtype=jnp.int32)

@@ -11,6 +11,7 @@ import functools
 
 import jax
 from jax import lax
+from jax import numpy as jnp
 from jaxtyping import Array, Float
 
 from octablox import fp8
@@ -36,24 +37,34 @@ def wire_cast(recipe: Recipe) -> Cast:
     return Cast(dtype="float8_e4m3fn", tile=(1, None))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def send(tokens: Float[Array, "t D"], cast: Cast) -> Quantized:
-    """Tokens [t, D] of all devices of the axis, quantized by `cast` before they travel: [T, D]."""
-    q = jax.tree.map(gather_over_experts, fp8.quantize(tokens, cast, contracted=1))
-    shape = tokens.shape[0] * lax.axis_size("expert"), tokens.shape[1]
-    return fp8.new_quantized(q, shape, tokens.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def send(tokens: Float[Array, "t D"], health: Float[Array, "3 3"], cast: Cast) -> Quantized:
+    """Tokens [t, D] of all devices of the axis, quantized by `cast` before they travel: [T, D].
+
+    The gradient of `health` counts the casts, see `gmm.new_health`.
+    """
+    del health
+    return _gather_quantized(tokens, fp8.quantize(tokens, cast, contracted=1))
 
 
-def _send_forward(tokens, cast):
-    return send(tokens, cast), None
+def _send_forward(tokens, health, cast):
+    del health
+    q = fp8.quantize(tokens, cast, contracted=1)
+    return _gather_quantized(tokens, q), fp8.health(tokens, q)
 
 
-def _send_backward(cast, residuals, grad):
-    del cast, residuals
-    return (_sum_and_scatter(grad.master),)
+def _send_backward(cast, counts, grad):
+    del cast
+    rest = jnp.zeros_like(counts)
+    return _sum_and_scatter(grad.master), jnp.stack([rest, counts, rest])
 
 
 send.defvjp(_send_forward, _send_backward)
+
+
+def _gather_quantized(tokens, q):
+    shape = tokens.shape[0] * lax.axis_size("expert"), tokens.shape[1]
+    return fp8.new_quantized(jax.tree.map(gather_over_experts, q), shape, tokens.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

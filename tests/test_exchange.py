@@ -1,0 +1,104 @@
+"""What crosses the expert axis in 8 bits, and buffers that hold fewer rows than may come."""
+
+import functools
+
+import numpy as np
+import pytest
+import tiny_model
+
+from octablox.fp8 import RECIPES
+from octablox.moe import exchange, overflow
+
+# Recipes whose activations have scales of single rows: these travel, and nothing is cast twice.
+BY_ROW = "fp8_full", "fp8_blockwise", "mxfp8", "int8"
+
+
+@functools.cache
+def run(recipe, *, fsdp=4, expert=2, rows=2, batch=16, **settings):
+    """Loss and its parts, gradients, and counts; of one MoE layer on a mesh."""
+    sizes = tiny_model.config(
+        quantization=recipe,
+        base_num_decoder_layers=1,
+        max_target_length=8,
+        base_moe_mlp_dim=512,
+        per_device_batch_size=rows,
+        **settings,
+    )
+    mesh = tiny_model.mesh(1, fsdp, expert)
+    params, batch = tiny_model.params(sizes), tiny_model.batch(batch, length=8)
+    return tiny_model.gradients(sizes, mesh, params, batch, **tiny_model.QUICK)
+
+
+def distance(a, b):
+    return max(tiny_model.relative_errors(a[1], b[1]).values())
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8_full", *(pytest.param(r, marks=pytest.mark.slow) for r in BY_ROW[1:])]
+)
+def test_rows_in_the_recipes_own_cast_change_nothing(recipe):
+    """Loss and gradients to the bit: each token is cast as its rows would have been."""
+    assert exchange.wire_cast(RECIPES[recipe]) == RECIPES[recipe].act
+    with_it, without = run(recipe, fp8_dispatch=True), run(recipe)
+    assert tiny_model.differing(with_it[:2], without[:2]) == []
+    counted = [result[2]["moe_layers"]["health"] for result in (with_it, without)]
+    # The act casts of tokens are counted once for each token, not once for each of its copies.
+    assert 0 < counted[0][0, 1, 2] < counted[1][0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ("bf16", ("fp8_dispatch",)),
+        ("fp8_full", ("fp8_dispatch", "fp8_dispatch_grad")),
+        pytest.param("bf16", ("fp8_dispatch_grad",), marks=pytest.mark.slow),
+        pytest.param("fp8_tensorwise", ("fp8_dispatch",), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("sharding", ["expert", pytest.param("width", marks=pytest.mark.slow)])
+def test_casts_of_what_travels_do_not_depend_on_the_mesh(recipe, flags, sharding):
+    """The same casts where nothing travels, on one device; and they do change the numbers."""
+    settings = dict.fromkeys(flags, True)
+    got = run(recipe, fsdp=2, expert=4, expert_sharding=sharding, **settings)
+    expected = run(recipe, fsdp=1, expert=1, rows=16, **settings)
+    off = run(recipe, fsdp=1, expert=1, rows=16)
+    bound = 1e-2 if recipe != "bf16" or "fp8_dispatch_grad" in flags else 5e-3
+    assert distance(got, expected) <= bound
+    assert got[0]["total"] == pytest.approx(expected[0]["total"], rel=1e-5)
+    if recipe == "bf16":
+        assert 2e-3 < distance(expected, off) < 0.2
+        assert (expected[0]["total"] == off[0]["total"]) == (flags == ("fp8_dispatch_grad",))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ("bf16", ()),
+        pytest.param("fp8_full", ("fp8_dispatch",), marks=pytest.mark.slow),
+        pytest.param("bf16", ("use_batch_split_schedule",), marks=pytest.mark.slow),
+    ],
+)
+def test_a_buffer_that_overflows_drops_nothing(recipe, flags, monkeypatch):
+    """A quarter of the mean in it, so that several windows of rows run one after the other."""
+    monkeypatch.setattr(overflow, "ROW_MULTIPLE", 16)
+    settings = {"fsdp": 2, "expert": 4, "rows": 4, "batch": 32} | dict.fromkeys(flags, True)
+    small = run(recipe, ragged_buffer_factor=0.5, **settings)
+    whole = run(recipe, **settings)
+    assert distance(small, whole) <= (3e-6 if recipe == "bf16" else 1e-2)
+    assert small[0]["total"] == pytest.approx(whole[0]["total"], rel=1e-6)
+    micro_batches = 2 if "use_batch_split_schedule" in flags else 1
+    # On every device, one layer's micro-batches.
+    np.testing.assert_array_equal(small[2]["moe_layers"]["overflow"], [8 * micro_batches])
+    np.testing.assert_array_equal(whole[2]["moe_layers"]["overflow"], [0])
+
+
+def test_rows_of_a_buffer():
+    moe = tiny_model.config(ragged_buffer_factor=1.25).moe
+    assert overflow.buffer_rows(moe, 262144, 16) == 20480
+    assert overflow.buffer_rows(moe, 1000, 8) == 256  # 156.25, in whole tiles
+    assert overflow.buffer_rows(moe, 1000, 1) == 1000
+    assert overflow.buffer_rows(moe, 100, 8) == 100  # no more than there can be
+    unbounded = tiny_model.config(ragged_buffer_factor=-1).moe
+    assert overflow.buffer_rows(unbounded, 262144, 16) == 262144
+    width = tiny_model.config(ragged_buffer_factor=1.25, expert_sharding="width").moe
+    assert overflow.buffer_rows(width, 262144, 16) == 262144
