@@ -20,6 +20,7 @@ from octablox.config import KEYS, Resolved, dump
 from octablox.kernels import Scaled
 from octablox.mesh import is_spec
 from octablox.model import transformer
+from octablox.moe.overflow import buffer_rows
 from octablox.settings import Config
 
 
@@ -229,8 +230,9 @@ def gemms(config: Config, axes: dict[str, int]) -> list[Gemm]:
     experts = moe.num_experts // ep if by_expert else moe.num_experts
     width = moe.base_moe_mlp_dim if by_expert else moe.base_moe_mlp_dim // ep
     # Dispatch gathers the tokens of all devices along the expert axis, a copy for each choice.
-    rows = _rows(config) * config.run.max_target_length * ep * moe.num_experts_per_tok
-    busy = rows // ep if by_expert else rows
+    copies = _rows(config) * config.run.max_target_length * ep * moe.num_experts_per_tok
+    rows = buffer_rows(moe, copies, ep)
+    busy = copies // ep if by_expert else copies
     recipe = fp8.recipe_from_config(config.quantization)
     names = {"gate_up": 2 * width} if moe.merge_gating_gmm else {"gate": width, "up": width}
     shapes = {name: (model.base_emb_dim, columns) for name, columns in names.items()}
