@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from octablox.aot.chips import GB, GIB, Topology
-from octablox.aot.overlap import PHASES, Collective, Schedule, compute_seconds
+from octablox.aot.collectives import PHASES
+from octablox.aot.overlap import Collective, Schedule, compute_seconds
 
 
 @dataclasses.dataclass(frozen=True)
