@@ -14,18 +14,19 @@ def start(
 ) -> list[subprocess.Popen]:
     """Starts `octablox train` on that many processes, which share the devices of `line`."""
     coordinator = f"coordinator_address=localhost:{free_port()} num_processes={processes}"
+    of_each = [f"{coordinator} process_id={process}" for process in range(processes)]
     program = sys.executable, "-m", "octablox"
     # XLA_FLAGS would give each process eight devices.
     env = os.environ | {"XLA_FLAGS": ""} | environment
     return [
         subprocess.Popen(
-            [*program, *arguments(folder, f"{coordinator} process_id={process} {line}", base)],
+            [*program, *arguments(folder, f"{hosts} {line}", base)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=env,
         )
-        for process in range(processes)
+        for hosts in (of_each if processes > 1 else [""])
     ]
 
 

@@ -145,7 +145,8 @@ def test_devices_are_shared_evenly(monkeypatch, capsys):
 def whole(tmp_path_factory):
     """The folder of a run of one process that nobody disturbs."""
     folder = tmp_path_factory.mktemp("whole")
-    assert training_runs.train(folder, f"{FULL} steps=12") == 0
+    ((code, _, errors),) = process_runs.run(folder, f"{FULL} {SHARED} steps=12", processes=1)
+    assert code == 0, errors
     return folder
 
 
@@ -189,7 +190,9 @@ def test_two_processes_stop_together_and_one_goes_on_as_if_nothing_had_been(tmp_
     steps = f"steps={step + 1}"
     assert training_runs.train(folder, f"{QUICK} num_cpu_devices=0 {steps}") == 0
     assert training_runs.train(whole, f"{QUICK} {steps}") == 0
-    assert_same_run(folder, whole)
+    # In this process XLA adds in another order than in one that has fewer devices.
+    expected = training_runs.losses(whole)
+    assert training_runs.losses(folder) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
