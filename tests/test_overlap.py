@@ -184,6 +184,47 @@ def test_an_axis_between_slices_is_slow():
     assert one.seconds == 512 * 512 * 2 / CHIP.slice_rate
 
 
+def test_what_goes_between_slices_through_the_host():
+    attributes = (
+        'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="sum.1",'
+        '_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}'
+    )
+    entry = lines(
+        *("  %t = token[] after-all()", hm.product("p", f"{hm.BACKWARD}/transpose(jvp())")),
+        f"  %s = (bf16[512,512]{{1,0}}, u32[]{{:S(2)}}, token[]) send(%p, %t), {attributes}",
+        f"  %g = (bf16[512,512]{{1,0}}, u32[]{{:S(2)}}, token[]) recv(%t), {attributes}",
+        *("  %sd = token[] send-done(%s)", "  %gd = (bf16[512,512]{1,0}, token[]) recv-done(%g)"),
+    )
+    mesh = {"data": 2, "fsdp": 4, "expert": 2}
+    (one,) = read(hm.module(entry), mesh=mesh, slow_axes=("data",)).collectives
+    assert (one.kind, one.axes, one.phase) == ("all-reduce", "data", "backward")
+    assert one.bytes == 2 * 1 / 2 * 512 * 512 * 2
+    assert one.exposed == pytest.approx(one.bytes / CHIP.slice_rate, rel=1e-9)
+
+
+def test_a_transfer_that_v5e_fuses_with_compute_is_one():
+    def fused(name, more=""):
+        return (
+            f"%{name} (p: bf16[512,512]) -> bf16[512,512] {{\n"
+            f"  %p = bf16[512,512]{{1,0}} parameter(0)\n{more}"
+            f"  ROOT %g = bf16[512,512]{{1,0}} all-gather(%p), channel_id=7, "
+            f"{hm.groups('fsdp')}, dimensions={{0}}\n}}"
+        )
+
+    step = "  %c = bf16[512,512]{1,0} convolution(%p, %p), dim_labels=bf_io->bf\n"
+    parts = fused("begins"), fused("async_collective_fusion.1", step), fused("ends")
+    entry = lines(
+        "  %async-collective-start.1 = bf16[512,512]{1,0} fusion(%a), calls=%begins",
+        "  %f = bf16[512,512]{1,0} fusion(%a), calls=%async_collective_fusion.1, "
+        f'backend_config={{"estimated_cycles":"{hm.PRODUCT_CYCLES}"}}',
+        "  %async-collective-done.1 = bf16[512,512]{1,0} fusion(%a), calls=%ends",
+    )
+    schedule = read(hm.module(entry, *parts))
+    (one,) = schedule.collectives
+    assert (one.bytes, one.products, one.exposed) == (GATHERED, 1, 0.0)
+    assert schedule.seconds == PRODUCT_SECONDS
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "axes", "phase"),
     [

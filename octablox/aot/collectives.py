@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class Found:
       kind: "all-gather", "reduce-scatter", ...
       axes: mesh axes of more than one device that it runs over, in the mesh's order.
       bytes: that a device receives.
+      is_slow: whether it runs between slices.
     """
 
     instruction: Instruction
@@ -39,6 +40,7 @@ class Found:
     kind: str
     axes: tuple[str, ...]
     bytes: float
+    is_slow: bool
 
     @property
     def label(self) -> str:
@@ -57,10 +59,11 @@ class Finder:
     Args:
       module: the program of one device.
       mesh: axis -> devices, in the mesh's order.
+      slow_axes: axes between slices.
     """
 
-    def __init__(self, module: Module, mesh: Mapping[str, int]):
-        self._module, self._mesh = module, mesh
+    def __init__(self, module: Module, mesh: Mapping[str, int], slow_axes: Sequence[str] = ()):
+        self._module, self._mesh, self._slow_axes = module, mesh, tuple(slow_axes)
         self._inside: dict[str, list[Found]] = {}
 
     def find(self, computation: Computation, one: Instruction) -> list[Found]:
@@ -68,6 +71,8 @@ class Finder:
         kind = one.opcode.removesuffix("-start")
         if kind in _RECEIVED:
             return [self._found(computation, one, kind)]
+        if one.opcode == "send" and "_xla_megascale" in one.attributes:
+            return [self._between_slices(computation, one)]
         found = []
         for name in one.called:
             if name not in self._inside:
@@ -85,7 +90,16 @@ class Finder:
         if kind == "ragged-all-to-all":
             operands = operands[:1]
         size = math.fsum(buffer.bytes for operand in operands for buffer in operand.buffers)
-        return Found(one, computation, kind, axes, size * _RECEIVED[kind](n) if n > 1 else 0.0)
+        received = size * _RECEIVED[kind](n) if n > 1 else 0.0
+        return Found(one, computation, kind, axes, received, bool(set(axes) & set(self._slow_axes)))
+
+    def _between_slices(self, computation: Computation, one: Instruction) -> Found:
+        """What leaves a slice goes through its host: a send, and a recv of the result."""
+        kind = one.attribute(r'_xla_megascale_transfer_type="(\w+)"').lower().replace("_", "-")
+        count = len(one.attribute(r'_xla_megascale_target="\{([\d,]+)\}').split(","))
+        size = computation.operands(one)[0].buffers[0].bytes
+        received = size * _RECEIVED.get(kind, lambda n: 1.0)(count)
+        return Found(one, computation, kind, self._slow_axes, received, is_slow=True)
 
     def _as_fused(self, part: Found) -> Found:
         """XLA fuses a reduce-scatter as an all-reduce of which each device keeps a slice."""

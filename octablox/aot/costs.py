@@ -16,7 +16,7 @@ from octablox.aot.hlo import HBM, HOST, Buffer, Computation, Instruction, Module
 _KINDS = {"s8": "int8", "u8": "int8", "bf16": "bf16", "f16": "bf16", "f32": "f32"}
 _NO_TRAFFIC = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id "
-    "opt-barrier add-dependency while call conditional".split()
+    "opt-barrier add-dependency while call conditional send recv".split()
 )
 # What a fusion computes in passing: of what is read through it no more is read than is used.
 _PASSING = frozenset(("bitcast", "reshape", "copy", "convert"))

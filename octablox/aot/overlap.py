@@ -7,8 +7,8 @@ over), and `-done`, where the TensorCore waits. What stands between runs while t
 The model behind the times is small on purpose. The TensorCore runs one instruction after the other,
 each for XLA's own estimate of its cycles or, where there is none that can be true, for what its
 FLOPs and its bytes need at the chip's peak rates. All collectives share one ring, one after the
-other. A `-done` waits for what is left of its transfer. While the TensorCore waits, the transfer
-that is on the ring is exposed.
+other; those between slices share the network of the data center. A `-done` waits for what is left
+of its transfer. While the TensorCore waits, the transfer that is on the ring is exposed.
 """
 
 import collections
@@ -96,7 +96,8 @@ def read_schedule(
       expert_rows: see `Costs`.
       slow_axes: axes between slices; collectives over them use the data center's network.
     """
-    walk = _Walk(module, chip, Finder(module, mesh), Costs(module, expert_rows), slow_axes)
+    finder, costs = Finder(module, mesh, slow_axes), Costs(module, expert_rows)
+    walk = _Walk(module, chip, finder, costs)
     seconds = walk.run(module.entry, 1, "update")
     return Schedule(
         collectives=tuple(walk.collectives),
@@ -126,6 +127,26 @@ def _within(phase: str, said: str | None) -> str:
     return "remat" if again else said or phase
 
 
+def _part_of_fused(one: Instruction) -> str:
+    """What an instruction is of a transfer that v5e fuses with the compute beside it, or "".
+
+    Its start and its end are fusions by these names, and each fusion between moves it on.
+    """
+    if one.opcode != "fusion":
+        return ""
+    if any(name.startswith("async_collective_fusion") for name in one.called):
+        return "step"
+    for part in ("start", "done"):
+        if one.name.startswith(f"async-collective-{part}"):
+            return part
+    return ""
+
+
+def _rendezvous(one: Instruction | None) -> str:
+    """What a send to other slices and the recv of its result have in common."""
+    return one.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"') if one else ""
+
+
 @dataclasses.dataclass
 class _Transfer:
     """What an instruction sends: its collectives, when they are on the ring, what is exposed."""
@@ -138,29 +159,34 @@ class _Transfer:
     exposed: float = 0.0
     products: int = 0  # before it began
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether it goes between slices."""
+        return any(part.is_slow for part in self.found)
+
 
 class _Timeline:
-    """The clock of one execution of a computation: TensorCore, ring, transfers under way."""
+    """The clock of one execution of a computation: TensorCore, networks, transfers under way."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.products = 0
         self.under_way: dict[str, _Transfer] = {}
-        self._ring = 0.0  # until when it is busy
+        self._busy = {False: 0.0, True: 0.0}  # until when the ring, and the slow network, are
 
     def begin(self, transfer: _Transfer) -> None:
-        """Puts a transfer on the ring, after those before it."""
-        transfer.began = max(self.now, self._ring)
-        transfer.ends = self._ring = transfer.began + transfer.seconds
+        """Puts a transfer on its network, after those before it."""
+        transfer.began = max(self.now, self._busy[transfer.is_slow])
+        transfer.ends = self._busy[transfer.is_slow] = transfer.began + transfer.seconds
         transfer.products = self.products
 
     def wait(self, transfer: _Transfer) -> None:
-        """Waits for a transfer's end; meanwhile whatever is on the ring is exposed."""
+        """Waits for a transfer's end; meanwhile whatever is on its network is exposed."""
         if transfer.ends is None:
             self.begin(transfer)
         until = max(self.now, transfer.ends or 0.0)
         for one in [transfer, *self.under_way.values()]:
-            if one.ends is not None:
+            if one.ends is not None and one.is_slow == transfer.is_slow:
                 shared = min(until, one.ends) - max(self.now, one.began)
                 one.exposed += max(0.0, shared)
         self.now = until
@@ -169,16 +195,9 @@ class _Timeline:
 class _Walk:
     """Runs through the schedule, loops included, and adds up."""
 
-    def __init__(
-        self,
-        module: Module,
-        chip: Chip,
-        finder: Finder,
-        costs: Costs,
-        slow_axes: Sequence[str],
-    ):
+    def __init__(self, module: Module, chip: Chip, finder: Finder, costs: Costs):
         self._module, self._chip = module, chip
-        self._finder, self._costs, self._slow_axes = finder, costs, set(slow_axes)
+        self._finder, self._costs = finder, costs
         self._unknown_loops = 0
         self.collectives: list[Collective] = []
         self.compute: collections.defaultdict[str, float] = collections.defaultdict(float)
@@ -217,7 +236,10 @@ class _Walk:
 
     def _go_on(self, timeline, computation, one, times, phase) -> None:
         """The update or the end of a transfer."""
-        transfer = timeline.under_way.pop(one.operands[0], None)
+        key = one.operands[0]
+        if one.opcode == "recv-done":
+            key = _rendezvous(computation.by_name.get(key))
+        transfer = timeline.under_way.pop(key, None)
         if transfer is None:
             return
         if one.opcode.endswith("-update"):
@@ -225,32 +247,42 @@ class _Walk:
             timeline.begin(transfer)
             timeline.under_way[one.name] = transfer
         else:
-            timeline.wait(transfer)
-            between = timeline.products - transfer.products
-            self._add(transfer, computation, times, phase, between, is_async=True)
+            self._end(timeline, transfer, computation, times, phase)
 
     def _execute(self, timeline, computation, one, times, phase) -> None:
         """Any instruction that is no loop, no call, and no later part of a transfer."""
-        found = self._finder.find(computation, one)
-        if found:
+        found, part_of = self._finder.find(computation, one), _part_of_fused(one)
+        if found and part_of != "step":
             transfer = _Transfer(one, found, math.fsum(self._seconds(part) for part in found))
-            if not one.opcode.endswith("-start"):
+            channel = found[0].instruction.attribute(r"channel_id=(\d+)")
+            if part_of == "done" and channel in timeline.under_way:
+                transfer = timeline.under_way.pop(channel)
+                self._end(timeline, transfer, computation, times, phase)
+            elif part_of == "start" or one.opcode == "send":
+                timeline.begin(transfer)
+                timeline.under_way[channel if part_of else _rendezvous(one)] = transfer
+            elif one.opcode.endswith("-start"):
+                if one.operands:  # the operand is there: the transfer begins here
+                    timeline.begin(transfer)
+                timeline.under_way[one.name] = transfer
+            else:
                 timeline.wait(transfer)
                 self._add(transfer, computation, times, phase, 0, is_async=False)
-                return
-            if one.operands:  # the operand is there: the transfer begins here
-                timeline.begin(transfer)
-            timeline.under_way[one.name] = transfer
             return
         for space, size in self._costs.traffic(computation, one).items():
             self.traffic[space] += size * times
-        if one.opcode.endswith("-start"):
+        if one.opcode.endswith("-start") or one.opcode == "recv":
             return  # a copy, which runs beside the TensorCore
         self._count_flops(computation, one, times)
         seconds = self._compute(computation, one)
         timeline.now += seconds
         timeline.products += self._costs.has_product(computation, one)
         self.compute[_within(phase, phase_of(one.op_name))] += seconds * times
+
+    def _end(self, timeline, transfer, computation, times, phase) -> None:
+        timeline.wait(transfer)
+        between = timeline.products - transfer.products
+        self._add(transfer, computation, times, phase, between, is_async=True)
 
     def _add(self, transfer, computation, times, phase, products, *, is_async) -> None:
         for part in transfer.found:
@@ -275,8 +307,7 @@ class _Walk:
             )
 
     def _seconds(self, part: Found) -> float:
-        slow = self._slow_axes & set(part.axes)
-        return part.bytes / (self._chip.slice_rate if slow else self._chip.ring_rate)
+        return part.bytes / (self._chip.slice_rate if part.is_slow else self._chip.ring_rate)
 
     def _count_flops(self, computation: Computation, one: Instruction, times: int) -> None:
         for kind, number in self._costs.flops(computation, one).items():
