@@ -135,6 +135,10 @@ class Report:
         """Of the modelled step, in which the TensorCore waits for the network."""
         return math.fsum(one.exposed_seconds for one in self.traffic)
 
+    def select(self, phase: str = "", axes: str = "") -> list[Traffic]:
+        """The traffic of a phase and over a set of axes; "" is any."""
+        return [one for one in self.traffic if phase in ("", one.phase) and axes in ("", one.axes)]
+
     def mfu(self, seconds: float) -> float:
         """Model FLOPs a second over the bf16 peak, for a step of that length."""
         return self.model_flops / seconds / self.topology.chip.flops["bf16"] if seconds else 0.0
@@ -324,11 +328,12 @@ def _collective_table(report: Report) -> Table:
     table = _table(title, *columns, left=3)
     for one in report.traffic:
         table.add_row(*(one.phase, one.axes, one.kind), *_numbers([one]))
-    for phase in PHASES:
-        ones = [one for one in report.traffic if one.phase == phase]
+    axes = sorted({one.axes for one in report.traffic})
+    totals = [(phase, "") for phase in PHASES] + [("", name) for name in axes] + [("", "")]
+    for phase, name in totals:
+        ones = report.select(phase, name)
         if ones:
-            table.add_row(phase, "all", "", *_numbers(ones), style="bold")
-    table.add_row("all", "all", "", *_numbers(report.traffic), style="bold")
+            table.add_row(phase or "all", name or "all", "", *_numbers(ones), style="bold")
     return table
 
 
