@@ -131,6 +131,20 @@ def test_alone_everything_is_ones_own():
         hosts.on_main(fails)
 
 
+def test_a_lost_process_is_a_users_error(monkeypatch):
+    def lose(text):
+        with hosts.lost_peers():
+            raise hosts.jax.errors.JaxRuntimeError(text)
+
+    with pytest.raises(hosts.jax.errors.JaxRuntimeError):
+        lose("UNAVAILABLE: alone")
+    monkeypatch.setattr(hosts.jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match=r"lost another process of this run \(UNAVAILABLE: x\)"):
+        lose("UNAVAILABLE: x\nand a trace")
+    with pytest.raises(hosts.jax.errors.JaxRuntimeError):
+        lose("RESOURCE_EXHAUSTED: out of memory")
+
+
 def test_devices_are_shared_evenly(monkeypatch, capsys):
     from octablox import cli
 

@@ -5,10 +5,11 @@ Process 0 alone writes: config.yml, metrics, summary, pictures, and what is prin
 are written by all, each its shards. The processes see the same files.
 """
 
+import contextlib
 import glob
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -140,6 +141,21 @@ def on_main(function: Callable[[], Any]) -> Any:
     if failed:
         raise UserError("process 0 has failed; its output says why")
     return result
+
+
+@contextlib.contextmanager
+def lost_peers() -> Iterator[None]:
+    """What JAX raises when another process has gone, as an error that says what to do."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+        if jax.process_count() == 1 or "RESOURCE_EXHAUSTED" in text:
+            raise
+        raise UserError(
+            f"lost another process of this run ({text.splitlines()[0][:200]}); end all of them and "
+            "start them again: the run goes on from its last checkpoint"
+        ) from error
 
 
 def largest(number: int) -> int:

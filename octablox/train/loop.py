@@ -89,7 +89,8 @@ def train(resolved: Resolved, started: float) -> int:
                 run.restore()  # before anything compiles: it may be of another model
             step_compiled = compiler.submit(trainer.compile_step, shape)
             eval_compiled = compiler.submit(trainer.compile_eval, shape)
-            return run.run(step_compiled, eval_compiled)
+            with hosts.lost_peers():
+                return run.run(step_compiled, eval_compiled)
 
 
 @dataclasses.dataclass
