@@ -156,16 +156,8 @@ def test_devices_are_shared_evenly(monkeypatch, capsys):
     )
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The folder of a run of one process that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert training_runs.train(folder, f"{FULL} steps=12") == 0
-    return folder
-
-
 def assert_same_run(folder, whole):
-    """The losses and the last checkpoint are those of one process.
+    """The losses and the last checkpoint are those of one process that nobody disturbs.
 
     Up to the order of sums: XLA:CPU's depends on the threads that it had when it compiled.
     """
@@ -179,25 +171,25 @@ def assert_same_run(folder, whole):
         assert max(errors.values()) < 1e-3, errors
 
 
-def wait_for_step(folder, step, started, timeout=180):
+def wait_for_step(folder, step, started):
     """Returns when the run has logged that step."""
     metrics = folder / "run" / "metrics.jsonl"
-    until = time.monotonic() + timeout
+    until = time.monotonic() + process_runs.TIMEOUT
     while time.monotonic() < until:
         assert all(process.poll() is None for process in started), process_runs.finish(started)
         if metrics.exists() and f'"step": {step},' in metrics.read_text():
             return
         time.sleep(0.02)
-    raise AssertionError(f"no step {step} within {timeout} s")
+    raise AssertionError(f"no step {step} within {process_runs.TIMEOUT} s")
 
 
 def test_two_processes_stop_together_and_one_goes_on_as_if_nothing_had_been(tmp_path):
     # The processes stop because the one that does not write was asked to.
     whole, folder = tmp_path / "whole", tmp_path / "stopped"
-    started = process_runs.start(folder, f"{QUICK} {SHARED} steps=100000", processes=2)
-    wait_for_step(folder, 2, started)
-    started[1].send_signal(signal.SIGTERM)
-    ended = process_runs.finish(started)
+    with process_runs.running(folder, f"{QUICK} {SHARED} steps=100000", processes=2) as started:
+        wait_for_step(folder, 2, started)
+        started[1].send_signal(signal.SIGTERM)
+        ended = process_runs.finish(started)
     assert [code for code, _, _ in ended] == [130, 130], ended
     (_, out, _), (_, others, _) = ended
     (step,) = training_runs.checkpoint_steps(folder)[-1:]
@@ -212,27 +204,29 @@ def test_two_processes_stop_together_and_one_goes_on_as_if_nothing_had_been(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes_train_the_run_of_one(tmp_path, whole, processes):
-    ended = process_runs.run(tmp_path, f"{FULL} {SHARED} steps=12", processes)
+@pytest.mark.parametrize(("processes", "line"), [(2, FULL), (4, QUICK)])
+def test_several_processes_train_the_run_of_one(tmp_path, processes, line):
+    whole, folder = tmp_path / "whole", tmp_path / "several"
+    ended = process_runs.run(folder, f"{line} {SHARED} steps=12", processes)
     assert [code for code, _, _ in ended] == [0] * processes, ended
-    assert_same_run(tmp_path, whole)
+    assert training_runs.train(whole, f"{line} steps=12") == 0
+    assert_same_run(folder, whole)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_run_whose_processes_are_killed_goes_on_from_its_last_checkpoint(tmp_path, whole, victim):
-    line = f"{FULL} {SHARED} checkpoint_period=2"
-    started = process_runs.start(tmp_path, f"{line} steps=100000", processes=2)
-    wait_for_step(tmp_path, 5, started)
-    started[victim].kill()
-    time.sleep(0.5)
-    for process in started:
-        process.kill()
-    process_runs.finish(started)
-    saved = training_runs.checkpoint_steps(tmp_path)[-1]
+def test_a_run_whose_processes_are_killed_goes_on_from_its_last_checkpoint(tmp_path, victim):
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    line = f"{QUICK} {SHARED} checkpoint_period=2"
+    with process_runs.running(folder, f"{line} steps=100000", processes=2) as started:
+        wait_for_step(folder, 5, started)
+        started[victim].kill()
+        time.sleep(0.5)  # then all, by leaving
+    saved = training_runs.checkpoint_steps(folder)[-1]
     assert saved >= 2
-    ended = process_runs.run(tmp_path, f"{line} steps={max(saved + 2, 12)}", processes=2)
+    steps = f"steps={saved + 4}"
+    ended = process_runs.run(folder, f"{line} {steps}", processes=2)
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert f"from step {saved}" in ended[0][1]
-    assert_same_run(tmp_path, whole)
+    assert training_runs.train(whole, f"{QUICK} {steps}") == 0
+    assert_same_run(folder, whole)
