@@ -351,8 +351,8 @@ class _Walk:
         return [max(usual, key=self._length)]
 
     def _is_fallback(self, name: str) -> bool:
-        named = [one for one in self._module.computations[name] if one.op_name]
-        return bool(named) and all("fallback" in one.op_name for one in named)
+        places = (one.op_name.split("/") for one in self._module.computations[name])
+        return any("fallback" in place for place in places)
 
     def _length(self, name: str) -> float:
         """Compute seconds of a computation, each loop in it once."""
