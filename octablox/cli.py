@@ -258,10 +258,11 @@ def _check_devices(resolved: "Resolved", processes: int = 1) -> int:
 
     from octablox import checks, mesh
 
-    count = resolved.config.mesh.num_cpu_devices
+    count, slices = resolved.config.mesh.num_cpu_devices, 1
     if count:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count // processes)
-    count = count or jax.device_count()
-    checks.check_devices(resolved.config, count, mesh.slice_count(jax.devices()))
+    else:
+        count, slices = jax.device_count(), mesh.slice_count(jax.devices())
+    checks.check_devices(resolved.config, count, slices)
     return count
