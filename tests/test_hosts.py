@@ -7,13 +7,14 @@ import time
 import process_runs
 import pytest
 import training_runs
+from tiny_model import relative_errors
 
 from octablox.errors import UserError
 from octablox.train import hosts
 from octablox.training_config import HostsConfig
 
-QUICK = "ici_expert_parallelism=2 eval_interval=4"
-FULL = f"{QUICK} quantization=fp8_full use_batch_split_schedule=true per_device_batch_size=2"
+QUICK = "ici_expert_parallelism=2 eval_interval=4 dtype=float32"
+FULL = "ici_expert_parallelism=2 eval_interval=4 quantization=fp8_full use_batch_split_schedule=true per_device_batch_size=2"
 # The devices of all processes together are as many as the test's own process has.
 SHARED = "num_cpu_devices=8"
 
@@ -155,21 +156,22 @@ def test_devices_are_shared_evenly(monkeypatch, capsys):
     )
 
 
-def run_alone(folder, line, steps):
-    """The run of one process that nobody disturbs."""
-    ((code, _, errors),) = process_runs.run(folder, f"{line} {SHARED} steps={steps}", 1)
-    assert code == 0, errors
+# One process and several add gradients in different orders. In float32 that stays small; in bf16
+# it soon sends a token to another expert.
+ROUNDING = 1e-5
 
 
-def assert_same_run(folder, whole):
-    """Every loss and the last checkpoint are those of one process, to the bit."""
-    assert training_runs.losses(folder) == training_runs.losses(whole)
-    evals = [
-        {row["step"]: row["eval_loss"] for row in training_runs.rows(one, "eval")}
-        for one in (folder, whole)
-    ]
-    assert evals[0] == evals[1]
-    training_runs.assert_same_state(training_runs.saved(folder), training_runs.saved(whole))
+def assert_close(folder, whole, relative=ROUNDING):
+    """The losses of both runs, as far as both went, and the parameters where both ended."""
+    got, expected = training_runs.losses(folder), training_runs.losses(whole)
+    common = got.keys() & expected.keys()
+    close = {step: pytest.approx(expected[step], rel=relative) for step in common}
+    assert {step: got[step] for step in common} == close
+    ours, theirs = training_runs.saved(folder), training_runs.saved(whole)
+    if ours.step == theirs.step:
+        assert ours.data_state == theirs.data_state
+        errors = relative_errors(ours.state.params, theirs.state.params)
+        assert max(errors.values()) < 100 * relative, errors
 
 
 def wait_for_step(folder, step, started):
@@ -186,7 +188,7 @@ def wait_for_step(folder, step, started):
 
 def test_two_processes_compute_what_one_does_and_stop_together(tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "stopped"
-    run_alone(whole, QUICK, steps=4)
+    assert training_runs.train(whole, f"{QUICK} steps=4") == 0
     # The processes stop because the one that does not write was asked to.
     with process_runs.running(folder, f"{QUICK} {SHARED} steps=100000", processes=2) as started:
         wait_for_step(folder, 2, started)
@@ -198,22 +200,22 @@ def test_two_processes_compute_what_one_does_and_stop_together(tmp_path):
     assert f"saved step {step}" in out
     assert "step 1/" not in others and "saved step" not in others
     assert json.loads((folder / "run" / "summary.json").read_text())["stopped"] == "SIGTERM"
-    got, expected = training_runs.losses(folder), training_runs.losses(whole)
-    assert max(got) == step >= 2
-    common = got.keys() & expected.keys()
-    assert {n: got[n] for n in common} == {n: expected[n] for n in common}
+    assert max(training_runs.losses(folder)) == step >= 2
+    assert_close(folder, whole)
     # The checkpoint is whole, and of the layout that one process resumes from.
     assert training_runs.saved(folder).step == step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "line"), [(2, FULL), (4, QUICK)])
-def test_several_processes_train_the_run_of_one(tmp_path, processes, line):
+@pytest.mark.parametrize(
+    ("processes", "line", "relative"), [(2, FULL, 1e-3), (2, QUICK, ROUNDING), (4, QUICK, ROUNDING)]
+)
+def test_several_processes_train_the_run_of_one(tmp_path, processes, line, relative):
     whole, folder = tmp_path / "whole", tmp_path / "several"
-    ended = process_runs.run(folder, f"{line} {SHARED} steps=12", processes)
+    ended = process_runs.run(folder, f"{line} {SHARED} steps=8", processes)
     assert [code for code, _, _ in ended] == [0] * processes, ended
-    run_alone(whole, line, steps=12)
-    assert_same_run(folder, whole)
+    assert training_runs.train(whole, f"{line} steps=8") == 0
+    assert_close(folder, whole, relative)
 
 
 @pytest.mark.slow
@@ -227,8 +229,11 @@ def test_a_run_whose_processes_are_killed_goes_on_from_its_last_checkpoint(tmp_p
         time.sleep(0.5)  # then all, by leaving
     saved = training_runs.checkpoint_steps(folder)[-1]
     assert saved >= 2
-    ended = process_runs.run(folder, f"{line} steps={saved + 4}", processes=2)
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    assert f"from step {saved}" in ended[0][1]
-    run_alone(whole, QUICK, steps=saved + 4)
-    assert_same_run(folder, whole)
+    for one in (folder, whole):
+        ended = process_runs.run(one, f"{line} steps={saved + 4}", processes=2)
+        assert [code for code, _, _ in ended] == [0, 0], ended
+        resumed = f"from step {saved}" in ended[0][1]
+        assert resumed == (one == folder)
+    # To the bit: the same number of processes adds in the same order.
+    assert training_runs.losses(folder) == training_runs.losses(whole)
+    training_runs.assert_same_state(training_runs.saved(folder), training_runs.saved(whole))
