@@ -14,7 +14,10 @@ from octablox.train import hosts
 from octablox.training_config import HostsConfig
 
 QUICK = "ici_expert_parallelism=2 eval_interval=4 dtype=float32"
-FULL = "ici_expert_parallelism=2 eval_interval=4 quantization=fp8_full use_batch_split_schedule=true per_device_batch_size=2"
+FULL = (
+    "ici_expert_parallelism=2 eval_interval=4 quantization=fp8_full use_batch_split_schedule=true "
+    "per_device_batch_size=2"
+)
 # The devices of all processes together are as many as the test's own process has.
 SHARED = "num_cpu_devices=8"
 
