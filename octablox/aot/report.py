@@ -244,13 +244,13 @@ def print_report(report: Report, console: Console) -> None:
     slices = f"{topology.slices} × " if topology.slices > 1 else ""
     a_chip = f", {chip.devices} to a chip" if chip.devices > 1 else ""
     per_device = report.tokens / topology.devices
-    console.print(f"[bold]model[/]     {report.model}, {report.recipe}")
-    console.print(
-        f"[bold]topology[/]  {slices}{topology.name}: {topology.devices} devices{a_chip}; {axes}"
-    )
-    console.print(
-        f"[bold]batch[/]     {report.tokens:,} tokens a step, {per_device:,.0f} a device\n"
-    )
+    head = {
+        "model": f"{report.model}, {report.recipe}",
+        "topology": f"{slices}{topology.name}: {topology.devices} devices{a_chip}; {axes}",
+        "batch": f"{report.tokens:,} tokens a step, {per_device:,.0f} a device\n",
+    }
+    for name, text in head.items():
+        console.print(f"[bold]{name:10}[/]{text}", highlight=False)
     for table in (
         _memory_table(report.memory),
         _work_table(report),
