@@ -13,7 +13,7 @@ LAYERS = [
         *("octablox.mesh", "octablox.fp8", "octablox.schedule", "octablox.training_config"),
         *("octablox.moe.config", "octablox.model.config"),
     ],
-    ["octablox.gmm_explicit"],
+    ["octablox.layer_scan", "octablox.gmm_explicit"],
     ["octablox.gmm"],
     ["octablox.moe."],
     ["octablox.model.", "octablox.maxtext"],

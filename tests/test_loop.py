@@ -12,7 +12,7 @@ from octablox.errors import UserError
 
 TRAIN_KEYS = {
     *("step", "kind", "loss", "mtp_loss", "learning_rate", "grad_norm", "tokens", "step_seconds"),
-    *("tokens_per_second", "expert_load_max_over_mean"),
+    *("tokens_per_second", "expert_load_max_over_mean", "buffer_overflows"),
 }
 HEALTH_KEYS = {f"{x}_{y}" for x in ("weight", "act", "grad") for y in ("saturated", "flushed")}
 SUMMARY_KEYS = {
