@@ -237,6 +237,7 @@ def test_a_transfer_that_v5e_fuses_with_compute_is_one():
         (f"{hm.BACKWARD}/all_gather", "all-gather", "fsdp", "remat"),
         (f"{hm.BACKWARD}/reduce_scatter", "reduce-scatter", "expert", "remat"),
         (f"{hm.BACKWARD}/reduce_scatter", "reduce-scatter", "fsdp", "backward"),
+        (f"{hm.BACKWARD}/reduce_scatter", "reduce-scatter", "fsdp+expert", "backward"),
         ("jit(_step)/reduce_sum", "", "", "update"),
         ("", "", "", None),
     ],

@@ -135,8 +135,8 @@ def phase_of(op_name: str, kind: str = "", axes: str = "") -> str | None:
         return "remat"
     if "eval_jaxpr" not in inside:
         return "backward"
-    # A hand-written backward pass: gradients are summed over axes that cut the batch only.
-    sums = kind in ("reduce-scatter", "all-reduce") and "expert" not in axes.split("+")
+    # A hand-written backward pass: sums over `expert` alone are of results, others of gradients.
+    sums = kind in ("reduce-scatter", "all-reduce") and axes != "expert"
     return "backward" if sums else "remat"
 
 
