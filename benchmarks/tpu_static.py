@@ -11,8 +11,10 @@ dump of its schedule is read: one line a cycle, DMA stalls not among them. Colum
     hbm      bytes that a step moves over its cycles; what the chip gives is in the title
     equal, routed, skewed   the limit over the modelled cycles of a whole call: each step of each
              group costs its piece of code and the loop, or its bytes at full HBM rate if that is
-             more; groups equal, of rows routed at random, or unequal (octablox only: how the
-             others split a group into steps is theirs)
+             more, and the plan of all steps is made once; groups equal, of rows routed at random,
+             or unequal (octablox only: how the others split a group into steps is theirs)
+    allowed  the share of the matrix unit's limit at which HBM could move every operand and
+             result once
     beside   XLA ops that run beside the kernel; code: MiB of it
 """
 
@@ -21,6 +23,7 @@ import dataclasses
 import functools
 import glob
 import importlib
+import itertools
 import json
 import os
 import re
@@ -193,10 +196,25 @@ def measure(case: Case) -> dict:
             return row | {"error": (lines or ["died"])[-1][:160]}
         report = json.loads(out.read_text())
         names = re.findall(r"%([\w.\-]+) = [^\n]*\"tpu_custom_call\"", report["hlo"])
-        pieces, loop = read_schedule(folder, names[-1])
+        schedule = read_schedule(folder, names[-1])
     row |= {"seconds": report["seconds"], "code": round(report["code"] / 2**20, 1)}
-    row |= {"beside": ops_beside(report["hlo"]), "loop": loop, "pieces": pieces}
-    return row | figures(case, pieces, loop)
+    row |= {"beside": ops_beside(report["hlo"])}
+    return row | dataclasses.asdict(schedule) | figures(case, schedule)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A kernel's loops.
+
+    Attributes:
+      pieces: cycles, vmatmuls and their type of each piece of matrix code.
+      loop: cycles of all other code of the loops that hold the pieces.
+      plan: cycles of the other loops, which run before and after those, for a step or a group.
+    """
+
+    pieces: list[tuple[int, int, str]]
+    loop: int
+    plan: int
 
 
 def ops_beside(hlo: str) -> int:
@@ -206,50 +224,52 @@ def ops_beside(hlo: str) -> int:
     return sum(op not in free for op in ops)
 
 
-def read_schedule(folder: str, name: str) -> tuple[list[tuple[int, int, str]], int]:
-    """(cycles, vmatmuls, their type) of each piece of matrix code, and cycles of other loop code.
-
-    The dump before empty bundles are folded into delays has one line a cycle.
-    """
+def read_schedule(folder: str, name: str) -> Schedule:
+    """What the dump before empty bundles are folded into delays says: it has one line a cycle."""
     found = glob.glob(f"{folder}/*-{glob.escape(name)}-*-packed-bundles-post-ra.txt")
     path = sorted(p for p in found if "analysis" not in p and "post-bundle" not in p)[-1]
-    pieces: dict[int, list] = {}
+    bundles: list[str] = []
+    for line in Path(path).read_text(errors="replace").splitlines():
+        if _BUNDLE.match(line):
+            bundles.append(line)
+        elif bundles:
+            bundles[-1] += line
+    regions: dict[int, list] = {}  # in order: cycles, vmatmuls, their type, depth in loops
     active: list[int] = []
-    bundle, depth = "", 0
-
-    def close():
-        if not bundle:
-            return
+    for bundle in bundles:
         marks = _REGION.findall(bundle)
         active.extend(int(region) for mark, region in marks if mark == "Start")
-        piece = pieces.setdefault(active[-1] if active else -1, [0, 0, 0, ""])
-        piece[0] += 1
-        piece[1] = max(piece[1], depth)
-        for kind in _MATMUL.findall(bundle):
-            piece[2] += 1
-            piece[3] = kind
-        for mark, region in marks:
-            if mark == "End" and int(region) in active:
-                active.remove(int(region))
-
-    for line in Path(path).read_text(errors="replace").splitlines():
-        start = _BUNDLE.match(line)
-        if start:
-            close()
-            bundle, depth = line, len(start.group(1))
-        elif bundle:
-            bundle += line
-    close()
-    matrix = [(cycles, count, kind) for cycles, _, count, kind in pieces.values() if count]
-    loop = sum(cycles for cycles, depth, count, _ in pieces.values() if depth and not count)
-    return matrix, loop
+        region = regions.setdefault(active[-1] if active else -1, [0, 0, "", 0])
+        kinds = _MATMUL.findall(bundle)
+        region[0] += 1
+        region[1] += len(kinds)
+        region[2] = kinds[-1] if kinds else region[2]
+        # Not every bundle inside a loop is marked so.
+        region[3] = max(region[3], len(_BUNDLE.match(bundle).group(1)))
+        for mark, number in marks:
+            if mark == "End" and int(number) in active:
+                active.remove(int(number))
+    return _loops(list(regions.values()))
 
 
-def figures(case: Case, pieces, loop: int) -> dict:
+def _loops(regions: list[list]) -> Schedule:
+    """A loop is a run of regions that are inside of one; code outside of loops runs once."""
+    pieces: list[tuple[int, int, str]] = []
+    totals = {True: 0, False: 0}
+    for inside, run in itertools.groupby(regions, lambda region: region[3] > 0):
+        loop = list(run) if inside else []
+        matrix = [(cycles, count, kind) for cycles, count, kind, _ in loop if count]
+        totals[bool(matrix)] += sum(cycles for cycles, count, *_ in loop if not count)
+        pieces += matrix
+    return Schedule(pieces, totals[True], totals[False])
+
+
+def figures(case: Case, schedule: Schedule) -> dict:
     """Step, HBM rate and whole-call shares from the cycles of the pieces."""
     chip = tiles.CHIPS[case.chip]
     # One vmatmul multiplies 16 rows of bfloat16, or 32 of an 8-bit type, with a full side.
     rows = {True: 16, False: 32}
+    pieces, loop = schedule.pieces, schedule.loop
     work = [(count * rows["bf16" in kind] * chip.side**2, cycles) for cycles, count, kind in pieces]
     if case.kernel != "octablox":
         macs, cycles = max(work)
@@ -266,7 +286,7 @@ def figures(case: Case, pieces, loop: int) -> dict:
     shares = {}
     for kind in ("equal", "routed", "skewed"):
         total = [
-            sum(_group_cycles(case, tile, cost, loop, sizes)) * column_tiles
+            sum(_group_cycles(case, tile, cost, schedule, column_tiles, sizes))
             for sizes in group_sizes(case.rows, kind)
         ]
         shares[kind] = round(case.macs / case.rate / float(np.mean(total)), 3)
@@ -276,6 +296,7 @@ def figures(case: Case, pieces, loop: int) -> dict:
         "step": round(limit / step, 3),
         "hbm": round(_step_bytes(case, tile, bucket) / step),
         **shares,
+        "allowed": round(min(1.0, case.macs / case.rate * chip.hbm / _least_bytes(case)), 3),
     }
 
 
@@ -307,18 +328,33 @@ def _step_bytes(case: Case, tile, rows: int, first: bool = True) -> int:
     return weight * first + rows * (tile.contracted * size + tile.columns * 2)
 
 
-def _group_cycles(case, tile, cost, loop, sizes):
+def _least_bytes(case: Case) -> int:
+    """Bytes of all operands and results."""
+    size = jnp.dtype(TYPES[case.type][0]).itemsize
+    k, n, parts = K, N, 2 if case.product == "gated" else 1
+    weight, x, out = EXPERTS * k * n * parts, case.rows * k, case.rows * n
+    if case.product == "drhs":
+        return (x + out) * size + weight * 2
+    if case.product == "dlhs":
+        x, out = out, x
+    return (weight + x) * size + out * 2
+
+
+def _group_cycles(case, tile, cost, schedule, column_tiles, sizes):
     """Cycles of each group; rows begin where the last group ended, inside a block of 32."""
     hbm, row = tiles.CHIPS[case.chip].hbm, 0
     for size in sizes:
-        rest, row, steps = size + row % 32, row + size, []
+        head, row, steps = row % 32, row + size, []
+        rest = size + head
+        if case.product == "drhs" and rest % 32 <= head and rest <= tile.rows:
+            rest -= rest % 32  # folded into the head's block
         while size and rest > 0:
             steps.append(next((b for b in tile.buckets if b >= rest), tile.rows))
             rest -= steps[-1]
         pick = min if len(steps) == 1 else max
-        compute = sum(pick(cost[b]) + loop for b in steps)
+        compute = sum(pick(cost[b]) + schedule.loop for b in steps)
         moved = sum(_step_bytes(case, tile, b, i == 0) for i, b in enumerate(steps))
-        yield max(compute, moved / hbm)
+        yield max(compute, moved / hbm) * column_tiles + schedule.plan * len(steps)
 
 
 def group_sizes(rows: int, kind: str):
@@ -331,7 +367,7 @@ def group_sizes(rows: int, kind: str):
     return [rng.multinomial(rows, share()) for _ in range(200)]
 
 
-COLUMNS = ("rows", "product", "type", "kernel", "step", "hbm", "equal", "routed", "skewed")
+COLUMNS = ("rows", "product", "type", "kernel", "step", "hbm", "equal", "routed", "skewed", "allowed")
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ def call(plan: Plan, operands: dict[str, jax.Array], sizes, offset, out_type, in
         "first": pltpu.SMEM((steps + 1,), jnp.int32),
         "group": pltpu.SMEM((steps,), jnp.int32),
         "store_end": pltpu.SMEM((steps,), jnp.int32),
-        "carry": pltpu.VMEM((plan.outputs, BLOCK, tile), jnp.float32),
+        "carry": pltpu.VMEM((2, plan.outputs, BLOCK, tile), plan.out_dtype),  # zeros, and the block
         "zeros": pltpu.VMEM((1, BLOCK, plan.columns), plan.out_dtype),
         "done": pltpu.SemaphoreType.DMA(()),
     }
@@ -132,6 +132,7 @@ def _kernel(plan, names, scratch_names, sizes, offset, *refs):
     )
     rows_.plan_stores(first, scratch["store_end"], steps)
     scratch["zeros"][...] = jnp.zeros_like(scratch["zeros"])
+    scratch["carry"][0] = jnp.zeros_like(scratch["carry"][0])
     fill = functools.partial(_zero_rows, plan, outs, scratch, steps)
     fill(lambda copy: copy.start())
     streamed = {name: operands[name] for name in names if PLACES[name] == pltpu.HBM}
@@ -228,24 +229,19 @@ def _step(plan, tiles, outs, scratch):
 
     @pl.when(head > 0)  # rows of earlier groups in the block that this step opens
     def _():
-        begun = step > 0  # before the first step are rows of no local group
-        for out, kept in _pairs(outs, carry):
-            earlier = jnp.where(begun, kept[...], 0.0)
-            mine = out[0].astype(jnp.float32)
-            out[0] = jnp.where(rows_.inside(BLOCK, 0, head), earlier, mine).astype(out.dtype)
+        begun = jnp.minimum(step, 1)  # before the first step are rows of no local group
+        earlier = rows_.inside(BLOCK, 0, head)
+        for i, out in enumerate(outs):
+            out[0] = jnp.where(earlier, carry[begun, i], out[0])
 
     @pl.when(rows_.offset_in_block(rows) > 0)  # the block that it leaves half full
     def _():
         last = rows_.block_of(rows)
         mine = rows_.inside(BLOCK, 0, rows_.offset_in_block(rows))
-        for out, kept in _pairs(outs, carry):
-            half = jnp.where(mine, out[last].astype(jnp.float32), 0.0)
-            kept[...] = half
-            out[last] = half.astype(out.dtype)
-
-
-def _pairs(outs, carry):
-    return [(out, carry.at[i]) for i, out in enumerate(outs)]
+        for i, out in enumerate(outs):
+            half = jnp.where(mine, out[last], jnp.zeros_like(out[last]))
+            carry[1, i] = half
+            out[last] = half
 
 
 def _store(plan, outs, values, begin, end):

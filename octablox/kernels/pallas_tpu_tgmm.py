@@ -2,12 +2,15 @@
 
 A step multiplies one tile of rows: `[rows, tile_k]^T @ [rows, tile_n]`, contracting the rows of
 both operands as they lie in HBM. Their transposition runs on the transpose unit under the matrix
-unit's work. A group of several tiles adds up in a float32 accumulator; which of the paths first,
+unit's work. A group of several tiles adds up in the output window; which of the paths first,
 middle, last a step takes is decided outside of the straight code, so that a group of one tile
-never touches the accumulator and a middle tile, all of whose rows count, masks nothing.
+adds nothing up and a middle tile, all of whose rows count, masks nothing.
 
 Rows of a tile that belong to other groups are masked in both operands: garbage in one of them
-would survive the other's zero as NaN.
+would survive the other's zero as NaN. The matrix unit contracts 256 rows at a time, and a group
+that neither begins nor ends on a block of 32 may need one block, and with it 256 rows, more than
+its rows would fill. So where the rows of its last block fit into the gap at the head of its first,
+they are moved there ("folded").
 """
 
 import dataclasses
@@ -56,8 +59,9 @@ def call(plan: Plan, operands: dict[str, jax.Array], sizes, offset, out_type, in
     scratch = {
         "first": pltpu.SMEM((steps + 1,), jnp.int32),
         "group": pltpu.SMEM((steps + 1,), jnp.int32),
-        "total": pltpu.VMEM((tiles.k, tiles.n), jnp.float32),
     }
+    if plan.out_dtype == jnp.bfloat16:
+        scratch["rest"] = pltpu.VMEM((tiles.k, tiles.n), jnp.bfloat16)
     if "k_scale" in operands:
         scratch["k_scale"] = pltpu.VMEM((rows_.spread_size(tiles.k), LANES), jnp.float32)
     smem = pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -110,29 +114,21 @@ def _step(plan, lhs, rhs, out, resident, scratch):
     rows = first[step + 1] - first[step] + head
     is_first = (step == 0) | (group[jnp.maximum(step - 1, 0)] != group[step])
     is_last = group[step + 1] != group[step]
+    multiply = functools.partial(_multiply, plan, lhs, rhs, out, resident, scratch)
 
-    def run(bucket, starts: bool, ends: bool, masked: bool):
-        left, right = rows_.flat(lhs, 0, bucket), rows_.flat(rhs, 0, bucket)
-        if masked:
-            left, right = (_only(a, head, rows) for a in (left, right))
-        for k in range(0, tiles.k, tiles.chunk_k or tiles.k):
-            at = slice(k, min(tiles.k, k + (tiles.chunk_k or tiles.k)))
-            value = rows_.dot(left[:, at], right, (0, 0))
-            if not starts:
-                value = value + scratch["total"][at, :]
-            if ends:
-                out[at, :] = _scaled(plan, value, at, resident, scratch).astype(out.dtype)
-            else:
-                scratch["total"][at, :] = value
-
-    def last(starts):
+    def last(starts: bool):
         if "k_scale" in resident:
             block = pl.program_id(1) * (tiles.k // BLOCK)
             rows_.spread_down(resident["k_scale"], scratch["k_scale"], block, tiles.k)
-        rows_.by_rows(rows, tiles.buckets, lambda bucket: run(bucket, starts, True, True))
+        tail = rows_.offset_in_block(rows)
+        folded = jnp.where(tail <= head, tail, 0) if starts else 0  # else there is no gap
+        choose = lambda ref, bucket: _only(ref, bucket, head, rows, folded)  # noqa: E731
+        rows_.by_rows(rows - folded, tiles.buckets, lambda b: multiply(b, choose, starts, True))
 
-    def not_last(starts):  # such a step fills its tile, and only a first one has a head
-        run(tiles.rows, starts, False, masked=starts)
+    def not_last(starts: bool):  # such a step fills its tile, and only a first one has a head
+        masked = lambda ref, bucket: _only(ref, bucket, head, rows, 0)  # noqa: E731
+        whole = lambda ref, bucket: rows_.flat(ref, 0, bucket)  # noqa: E731
+        multiply(tiles.rows, masked if starts else whole, starts, False)
 
     def product():
         lax.cond(
@@ -142,13 +138,54 @@ def _step(plan, lhs, rhs, out, resident, scratch):
         )
 
     def zeros():
-        out[...] = jnp.zeros_like(out)
+        def one_block(i, _):
+            at = pl.ds(pl.multiple_of(i * BLOCK, BLOCK), BLOCK)
+            out[at, :] = jnp.zeros((BLOCK, tiles.n), out.dtype)
+
+        lax.fori_loop(0, tiles.k // BLOCK, one_block, None)
 
     lax.cond(rows > head, product, zeros)
 
 
-def _only(tile, begin, end):
+def _only(ref, bucket: int, begin, end, folded):
+    """Rows `begin:end` of a tile, zeros elsewhere; [bucket, X].
+
+    The last `folded` of them, those in the block of `end`, move to the tile's beginning.
+    """
+    last = jnp.minimum(rows_.block_of(end), ref.shape[0] - 1)
+    first_block = _masked(ref[0], begin, end)
+    first_block = jnp.where(rows_.inside(BLOCK, 0, folded), ref[last], first_block)
+    if bucket == BLOCK:
+        return first_block
+    others = _masked(rows_.flat(ref, BLOCK, bucket), 0, end - folded - BLOCK)
+    return jnp.concatenate([first_block, others], axis=0)
+
+
+def _masked(tile, begin, end):
     return jnp.where(rows_.inside(tile.shape[0], begin, end), tile, jnp.zeros_like(tile))
+
+
+def _multiply(plan, lhs, rhs, out, resident, scratch, bucket, choose, starts, ends):
+    """Adds the product of `bucket` rows, as `choose(ref, bucket)` reads them, to the window.
+
+    A sum that goes on is kept in the output window. In bfloat16 that keeps its upper half, and
+    `rest` the lower: 16 bits of mantissa, and half the VMEM of a float32 accumulator beside.
+    """
+    left, right = choose(lhs, bucket), choose(rhs, bucket)
+    chunk = plan.tiles.chunk_k or plan.tiles.k
+    for k in range(0, plan.tiles.k, chunk):
+        at = slice(k, min(plan.tiles.k, k + chunk))
+        value = rows_.dot(left[:, at], right, (0, 0))
+        if not starts:
+            value = value + out[at, :].astype(jnp.float32)
+            if "rest" in scratch:
+                value = value + scratch["rest"][at, :].astype(jnp.float32)
+        if ends:
+            value = _scaled(plan, value, at, resident, scratch)
+        upper = value.astype(out.dtype)
+        out[at, :] = upper
+        if not ends and "rest" in scratch:
+            scratch["rest"][at, :] = (value - upper.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _scaled(plan, value, at, resident, scratch):

@@ -24,7 +24,7 @@ STEP = {"gmm": 370, "tgmm": 520}
 PUSH = 128
 # Longer pieces of code gain little, and are compiled, kept and fetched: limits of one, and of all.
 PIECE_CYCLES = 20_000
-CODE_CYCLES = 64_000
+CODE_CYCLES = 128_000
 
 Product = Literal["gmm", "dlhs", "tgmm"]
 
@@ -200,7 +200,7 @@ def gmm_vmem(call: Gmm, tiles: GmmTiles) -> int:
     lhs, rhs, out = (_bytes(t) for t in (call.lhs, call.rhs, call.out))
     windows = tiles.rows * call.k * lhs + call.parts * call.k * tiles.columns * rhs
     windows += call.outputs * tiles.rows * tiles.columns * out
-    scratch = BLOCK * (call.outputs * tiles.columns * 4 + call.columns * out)
+    scratch = BLOCK * (2 * call.outputs * tiles.columns + call.columns) * out
     if call.k_block:
         blocks = call.k // call.k_block
         windows += (tiles.rows * _up(blocks, LANES) + call.parts * blocks * tiles.columns) * 4
@@ -213,10 +213,10 @@ def gmm_vmem(call: Gmm, tiles: GmmTiles) -> int:
 
 
 def tgmm_vmem(call: Tgmm, tiles: TgmmTiles) -> int:
-    """Bytes of VMEM: two buffers of each window, the accumulator, the scratch."""
+    """Bytes of VMEM: two buffers of each window, the lower half of a sum, the scratch."""
     lhs, rhs, out = (_bytes(t) for t in (call.lhs, call.rhs, call.out))
     windows = tiles.rows * (tiles.k * lhs + tiles.n * rhs) + tiles.k * tiles.n * out
-    scratch = tiles.k * tiles.n * 4 + (tiles.k + LANES) * LANES * 4
+    scratch = tiles.k * tiles.n * (4 - out) + (tiles.k + LANES) * LANES * 4
     return 2 * windows + scratch + call.experts * call.n * 4 + 2 * MIB
 
 
