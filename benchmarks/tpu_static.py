@@ -318,14 +318,14 @@ def _tiles(case: Case):
     return tile, k * parts * tile.columns, columns // tile.columns
 
 
-def _step_bytes(case: Case, tile, rows: int, first: bool = True) -> int:
-    """Bytes that a step moves; a group's later steps find its weight in VMEM."""
+def _step_bytes(case: Case, tile, rows: int) -> int:
+    """Bytes that a tile of columns moves for one group, whose weight moves once."""
     size = jnp.dtype(TYPES[case.type][0]).itemsize
     if case.product == "drhs":
-        return rows * (tile.k + tile.n) * size + tile.k * tile.n * 2 * first
+        return rows * (tile.k + tile.n) * size + tile.k * tile.n * 2
     parts = 2 if case.product == "gated" else 1
     weight = tile.contracted * tile.columns * parts * size
-    return weight * first + rows * (tile.contracted * size + tile.columns * 2)
+    return weight + rows * (tile.contracted * size + tile.columns * 2)
 
 
 def _least_bytes(case: Case) -> int:
@@ -345,15 +345,17 @@ def _group_cycles(case, tile, cost, schedule, column_tiles, sizes):
     hbm, row = tiles.CHIPS[case.chip].hbm, 0
     for size in sizes:
         head, row, steps = row % 32, row + size, []
-        rest = size + head
-        if case.product == "drhs" and rest % 32 <= head and rest <= tile.rows:
-            rest -= rest % 32  # folded into the head's block
+        rest, ends = size + head, tile.buckets
+        if case.product == "drhs":  # the last step of a longer group has fewer row counts
+            ends = ends if rest <= tile.rows else ends[::-2][::-1]
+            if rest % 32 <= head and rest <= tile.rows:
+                rest -= rest % 32  # folded into the head's block
         while size and rest > 0:
-            steps.append(next((b for b in tile.buckets if b >= rest), tile.rows))
+            steps.append(next((b for b in ends if b >= rest), tile.rows))
             rest -= steps[-1]
         pick = min if len(steps) == 1 else max
         compute = sum(pick(cost[b]) + schedule.loop for b in steps)
-        moved = sum(_step_bytes(case, tile, b, i == 0) for i, b in enumerate(steps))
+        moved = _step_bytes(case, tile, -(-(head + size) // 32) * 32)
         yield max(compute, moved / hbm) * column_tiles + schedule.plan * len(steps)
 
 

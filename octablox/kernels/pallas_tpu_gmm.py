@@ -95,7 +95,9 @@ def call(plan: Plan, operands: dict[str, jax.Array], sizes, offset, out_type, in
     scratch = {
         "first": pltpu.SMEM((steps + 1,), jnp.int32),
         "group": pltpu.SMEM((steps,), jnp.int32),
-        "store_end": pltpu.SMEM((steps,), jnp.int32),
+        "begin": pltpu.SMEM((steps,), jnp.int32),
+        "reads": pltpu.SMEM((steps,), jnp.int32),
+        "stores": pltpu.SMEM((steps,), jnp.int32),
         "carry": pltpu.VMEM((2, plan.outputs, BLOCK, tile), plan.out_dtype),  # zeros, and the block
         "zeros": pltpu.VMEM((1, BLOCK, plan.columns), plan.out_dtype),
         "done": pltpu.SemaphoreType.DMA(()),
@@ -130,14 +132,15 @@ def _kernel(plan, names, scratch_names, sizes, offset, *refs):
     steps = rows_.plan_steps(
         sizes, offset, first, group, groups=plan.experts, tile=plan.tiles.rows, empty=False
     )
-    rows_.plan_stores(first, scratch["store_end"], steps)
+    rows_.plan_reads(first, scratch["begin"], scratch["reads"], steps, plan.rows // BLOCK)
+    rows_.plan_stores(first, scratch["stores"], steps)
     scratch["zeros"][...] = jnp.zeros_like(scratch["zeros"])
     scratch["carry"][0] = jnp.zeros_like(scratch["carry"][0])
     fill = functools.partial(_zero_rows, plan, outs, scratch, steps)
     fill(lambda copy: copy.start())
     streamed = {name: operands[name] for name in names if PLACES[name] == pltpu.HBM}
     resident = {name: operands[name] for name in names if PLACES[name] != pltpu.HBM}
-    specs = _specs(plan, tuple(streamed), first, group)
+    specs = _specs(plan, tuple(streamed), scratch)
     arrays = [streamed[name] for name, *_ in specs]
 
     def body(*refs):
@@ -150,7 +153,7 @@ def _kernel(plan, names, scratch_names, sizes, offset, *refs):
         body,
         grid=(plan.column_tiles, steps),
         in_specs=[spec for _, spec in specs],
-        out_specs=[_out_spec(plan, first, scratch["store_end"])] * plan.outputs,
+        out_specs=[_out_spec(plan, scratch)] * plan.outputs,
     )(*arrays, *outs)
     fill(lambda copy: copy.wait())
 
@@ -170,11 +173,12 @@ def _zero_rows(plan, outs, scratch, steps, act):
     lax.fori_loop(rows_.blocks_to(end), plan.rows // BLOCK, one_block, None)
 
 
-def _specs(plan, names, first, group):
+def _specs(plan, names, scratch):
     """(operand, BlockSpec) of each array that the pipeline reads; rhs once for each part."""
     tile, column_tiles = plan.tiles.columns, plan.column_tiles
     block = pl.BoundedSlice(plan.tiles.rows // BLOCK)
-    by_row = lambda j, s: (rows_.blocks_read(first, s, plan.rows // BLOCK), 0, 0)  # noqa: E731
+    group, begin, reads = scratch["group"], scratch["begin"], scratch["reads"]
+    by_row = lambda j, s: (pl.ds(begin[s], reads[s]), 0, 0)  # noqa: E731
     specs = []
     for name in names:
         if name in ("lhs", "lhs_blocks"):
@@ -198,14 +202,11 @@ def _width(plan: Plan, name: str) -> int:
     return k // plan.k_block if plan.k_block and name.endswith("_blocks") else k
 
 
-def _out_spec(plan, first, store_end):
+def _out_spec(plan, scratch):
     """The blocks that a step completes, see `plan_stores`."""
-
-    def index(j, s):
-        begin = rows_.block_of(first[s])
-        return pl.ds(begin, store_end[s] - begin), 0, j
-
+    begin, stores = scratch["begin"], scratch["stores"]
     block = pl.BoundedSlice(plan.tiles.rows // BLOCK)
+    index = lambda j, s: (pl.ds(begin[s], stores[s]), 0, j)  # noqa: E731
     return pl.BlockSpec((block, BLOCK, plan.tiles.columns), index)
 
 
@@ -213,7 +214,7 @@ def _step(plan, tiles, outs, scratch):
     """One tile of rows by one tile of columns."""
     step = pl.program_id(1)
     first, carry = scratch["first"], scratch["carry"]
-    block = rows_.block_of(first[step])
+    block = scratch["begin"][step]
     head = rows_.offset_in_block(first[step])
     rows = first[step + 1] - first[step] + head
 
@@ -221,8 +222,7 @@ def _step(plan, tiles, outs, scratch):
         for name in ("row_scale", "row_weight"):
             if name in tiles:
                 rows_.spread_down(tiles[name], scratch[name], block, bucket)
-        for begin in range(0, bucket, plan.tiles.chunk or bucket):
-            end = min(bucket, begin + (plan.tiles.chunk or bucket))
+        for begin, end in _chunks(bucket, plan.tiles.chunk):
             _store(plan, outs, _values(plan, tiles, scratch, block, begin, end), begin, end)
 
     rows_.by_rows(rows, plan.tiles.buckets, run)
@@ -242,6 +242,13 @@ def _step(plan, tiles, outs, scratch):
             half = jnp.where(mine, out[last], jnp.zeros_like(out[last]))
             carry[1, i] = half
             out[last] = half
+
+
+def _chunks(rows: int, chunk: int | None) -> list[tuple[int, int]]:
+    """Rows cut into pieces of `chunk`, the first of them longer by what is left over."""
+    count = max(1, rows // (chunk or rows))
+    ends = [rows - i * (chunk or rows) for i in range(count)][::-1]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _store(plan, outs, values, begin, end):

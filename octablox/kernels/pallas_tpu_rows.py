@@ -72,8 +72,24 @@ def plan_steps(sizes, offset, first, group, *, groups: int, tile: int, empty: bo
     return steps
 
 
-def plan_stores(first, store_end, steps) -> None:
-    """Fills `store_end`: one past the last block that each step stores.
+def plan_reads(first, begin, count, steps, blocks: int) -> None:
+    """Fills `begin` and `count` with the blocks that hold any row of a step, of `blocks` in all.
+
+    A step of no rows gets one block, and so does step 0 where there is no step: no DMA has size
+    zero, since not every part of the toolchain can wait for one.
+    """
+    begin[0], count[0] = 0, 1
+
+    def one_step(step, _):
+        block = jnp.minimum(block_of(first[step]), blocks - 1)
+        begin[step] = block
+        count[step] = jnp.maximum(blocks_to(first[step + 1]) - block, 1)
+
+    lax.fori_loop(0, steps, one_step, None)
+
+
+def plan_stores(first, count, steps) -> None:
+    """Fills `count` with how many blocks each step stores, from its first on.
 
     A step that completes no block gets the blocks of the next one that does. It begins in the
     same block, so both have the same window, and a pipeline stores a window once, when it changes.
@@ -81,30 +97,25 @@ def plan_stores(first, store_end, steps) -> None:
 
     def one_step(i, end):
         step = steps - 1 - i
-        mine = block_of(first[step + 1])
-        end = jnp.where((i > 0) & (mine > block_of(first[step])), mine, end)
-        store_end[step] = end
+        begin, mine = block_of(first[step]), block_of(first[step + 1])
+        end = jnp.where((i > 0) & (mine > begin), mine, end)
+        count[step] = end - begin
         return end
 
     # The last step also stores the block that it leaves half full.
     lax.fori_loop(0, steps, one_step, blocks_to(first[steps]))
 
 
-def blocks_read(first, step, blocks: int):
-    """The blocks that hold any row of a step, of `blocks` in all; one if it has no row.
-
-    No DMA has size zero: not every part of the toolchain can wait for one.
-    """
-    begin = jnp.minimum(block_of(first[step]), blocks - 1)
-    return pl.ds(begin, jnp.maximum(blocks_to(first[step + 1]) - begin, 1))
-
-
 def by_rows(rows, buckets: tuple[int, ...], body) -> None:
-    """Runs `body(bucket)` of the least bucket that holds `rows`."""
+    """Runs `body(bucket)` of the least bucket that holds `rows`: a tree of comparisons."""
     if len(buckets) == 1:
         return body(buckets[0])
-    index = sum((rows > bucket).astype(jnp.int32) for bucket in buckets[:-1])
-    return lax.switch(index, [lambda b=bucket: body(b) for bucket in buckets])
+    middle = len(buckets) // 2
+    lax.cond(
+        rows > buckets[middle - 1],
+        lambda: by_rows(rows, buckets[middle:], body),
+        lambda: by_rows(rows, buckets[:middle], body),
+    )
 
 
 def flat(ref, begin: int, end: int):

@@ -59,6 +59,8 @@ def call(plan: Plan, operands: dict[str, jax.Array], sizes, offset, out_type, in
     scratch = {
         "first": pltpu.SMEM((steps + 1,), jnp.int32),
         "group": pltpu.SMEM((steps + 1,), jnp.int32),
+        "begin": pltpu.SMEM((steps,), jnp.int32),
+        "reads": pltpu.SMEM((steps,), jnp.int32),
     }
     if plan.out_dtype == jnp.bfloat16:
         scratch["rest"] = pltpu.VMEM((tiles.k, tiles.n), jnp.bfloat16)
@@ -88,9 +90,11 @@ def _kernel(plan, names, scratch_names, sizes, offset, *refs):
         sizes, offset, first, group, groups=plan.experts, tile=tiles.rows, empty=True
     )
     group[steps] = -1
+    begin, reads = scratch["begin"], scratch["reads"]
+    rows_.plan_reads(first, begin, reads, steps, plan.rows // BLOCK)
     resident = {name: ref for name, ref in operands.items() if PLACES[name] != pltpu.HBM}
     block = pl.BoundedSlice(tiles.rows // BLOCK)
-    read = lambda s: rows_.blocks_read(first, s, plan.rows // BLOCK)  # noqa: E731
+    read = lambda s: pl.ds(begin[s], reads[s])  # noqa: E731
 
     def body(lhs, rhs, out):
         _step(plan, lhs, rhs, out, resident, scratch)
@@ -123,7 +127,9 @@ def _step(plan, lhs, rhs, out, resident, scratch):
         tail = rows_.offset_in_block(rows)
         folded = jnp.where(tail <= head, tail, 0) if starts else 0  # else there is no gap
         choose = lambda ref, bucket: _only(ref, bucket, head, rows, folded)  # noqa: E731
-        rows_.by_rows(rows - folded, tiles.buckets, lambda b: multiply(b, choose, starts, True))
+        # The last step of a longer group has code for every other row count.
+        buckets = tiles.buckets if starts else tiles.buckets[::-2][::-1]
+        rows_.by_rows(rows - folded, buckets, lambda b: multiply(b, choose, starts, True))
 
     def not_last(starts: bool):  # such a step fills its tile, and only a first one has a head
         masked = lambda ref, bucket: _only(ref, bucket, head, rows, 0)  # noqa: E731

@@ -24,6 +24,9 @@ STEP = {"gmm": 370, "tgmm": 520}
 PUSH = 128
 # Longer pieces of code gain little, and are compiled, kept and fetched: limits of one, and of all.
 PIECE_CYCLES = 20_000
+# Rows of two products that are multiplied before they are combined: fewer are to be combined when
+# the matrix unit is done.
+CHUNK = 256
 CODE_CYCLES = 128_000
 
 Product = Literal["gmm", "dlhs", "tgmm"]
@@ -38,7 +41,7 @@ class GmmTiles:
       columns: columns of a tile; divides N, a multiple of 128.
       contracted: K, all of it.
       buckets: row counts for which there is code, ascending, the last is `rows`.
-      chunk: rows that are multiplied and scaled at a time; None: all.
+      chunk: rows that are multiplied and scaled at a time, at least; None: all.
     """
 
     rows: int
@@ -105,7 +108,7 @@ CHIPS = {
     "v5e": Chip("v5e", 116 * MIB, _macs(65536, 65536, 131072), 128, 540),
     "v5p": Chip("v5p", 58 * MIB, _macs(65536, 65536, 131072), 128, 790),
     "v6e": Chip("v6e", 116 * MIB, _macs(131072, 131072, 262144), 256, 940),
-    "tpu7x": Chip("tpu7x", 59 * MIB, _macs(262144, 524288, 262144), 256, 1680),
+    "tpu7x": Chip("tpu7x", 61 * MIB, _macs(262144, 524288, 262144), 256, 1680),
 }
 _KINDS = {
     "TPU v5 lite": "v5e",
@@ -228,9 +231,9 @@ def gmm_cycles(call: Gmm, tiles: GmmTiles) -> float:
     weight = call.k * columns * _bytes(call.rhs)
     row = call.k * _bytes(call.lhs) + call.outputs * tiles.columns * _bytes(call.out)
     total = 0.0
-    for steps in _group_samples(call, tiles):
+    for rows, steps in _group_samples(call, tiles):
         compute = sum(max(b, PUSH) * matrix + FILL_AND_DRAIN + STEP["gmm"] for b in steps)
-        total += max(compute, (weight + row * sum(steps)) / chip.hbm)
+        total += max(compute, (weight + row * rows) / chip.hbm)
     return total / len(SPREAD) * call.experts * (call.columns // tiles.columns)
 
 
@@ -248,24 +251,24 @@ def tgmm_cycles(call: Tgmm, tiles: TgmmTiles) -> float:
     chip = CHIPS[call.chip]
     rate = chip.macs[chip.kind(call.lhs, call.rhs)]
     matrix = _up(tiles.k, chip.side) * _up(tiles.n, chip.side) / rate
-    # An accumulator is written, and read again, at four registers a cycle.
-    again = tiles.k * tiles.n / 1024 / 4
+    # To add a tile to the window takes about nine operations a register, four a cycle.
+    again = tiles.k * tiles.n / 1024 * 9 / 4
     row = tiles.k * _bytes(call.lhs) + tiles.n * _bytes(call.rhs)
     total = 0.0
-    for steps in _group_samples(call, tiles):
+    for rows, steps in _group_samples(call, tiles):
         compute = sum(_up(b, chip.side) * matrix + FILL_AND_DRAIN + STEP["tgmm"] for b in steps)
         compute += again * (len(steps) - 1)
-        moved = tiles.k * tiles.n * _bytes(call.out) + row * sum(steps)
+        moved = tiles.k * tiles.n * _bytes(call.out) + row * rows
         total += max(compute, moved / chip.hbm)
     return total / len(SPREAD) * call.experts * (call.k // tiles.k) * (call.n // tiles.n)
 
 
 # Group sizes to reckon with, in standard deviations from the mean.
-SPREAD = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
+SPREAD = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0)
 
 
-def _group_samples(call, tiles) -> Iterator[list[int]]:
-    """Buckets of the steps of a group, for each of `SPREAD`."""
+def _group_samples(call, tiles) -> Iterator[tuple[float, list[int]]]:
+    """Rows that a group reads and the buckets of its steps, for each of `SPREAD`."""
     mean = call.rows / call.experts
     for deviations in SPREAD:
         rows = max(1.0, mean + deviations * math.sqrt(mean)) + BLOCK / 2  # the head
@@ -273,7 +276,7 @@ def _group_samples(call, tiles) -> Iterator[list[int]]:
         steps = [tiles.rows] * whole
         if rest:
             steps.append(next(b for b in tiles.buckets if b >= rest))
-        yield steps
+        yield rows, steps
 
 
 def _gmm_candidates(call: Gmm) -> Iterator[GmmTiles]:
@@ -282,7 +285,8 @@ def _gmm_candidates(call: Gmm) -> Iterator[GmmTiles]:
         least = min(256, _up(call.rows, 64))  # fewer rows wait for the weights to be pushed
         for rows in range(least, min(1280, _up(call.rows, 64)) + 1, 64):
             if rows == least or rows * cycles <= PIECE_CYCLES:
-                yield GmmTiles(rows, columns, call.k, buckets(rows, CODE_CYCLES / cycles))
+                code = buckets(rows, CODE_CYCLES / cycles)
+                yield GmmTiles(rows, columns, call.k, code, CHUNK if call.parts > 1 else None)
 
 
 def _tgmm_candidates(call: Tgmm) -> Iterator[TgmmTiles]:
@@ -291,7 +295,7 @@ def _tgmm_candidates(call: Tgmm) -> Iterator[TgmmTiles]:
     for k in divisors(call.k, 3584):
         for n in divisors(call.n, 2048):
             chunk = max(divisors(k, 1024))
-            for rows in range(256, min(1280, _up(call.rows, 256)) + 1, 128):
+            for rows in range(256, min(1280, _up(call.rows, 256)) + 1, 64):
                 if rows == 256 or rows * k * n / rate <= PIECE_CYCLES:
                     yield TgmmTiles(rows, k, n, coarse(rows), chunk if chunk < k else None)
 
@@ -301,9 +305,10 @@ def buckets(rows: int, code_rows: float) -> tuple[int, ...]:
 
     Fine just below the tile, where a group's size is: a tile is chosen a little larger than the
     mean group, so that most groups are one step, and 32 rows more than such a step needs are 6%.
+    Each count is also another branch in every step.
     """
     for unit in (BLOCK, 2 * BLOCK, 4 * BLOCK):
-        finest = max(BLOCK, rows - 6 * BLOCK)
+        finest = max(BLOCK, rows - 4 * BLOCK)
         chosen = {*range(4 * unit, finest, 4 * unit), *range(finest, rows, unit), rows}
         if sum(chosen) <= code_rows:
             return tuple(sorted(chosen))
