@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
 TOOLS := build/tools
+TPU := build/tpu
 PYTHON := $(shell cat .python-version)
 # Found by pip only where the machine has none that runs.
 UV := $(shell if uv --version >/dev/null 2>&1; then echo uv; else echo $(TOOLS)/bin/uv; fi)
@@ -15,7 +16,7 @@ DEMO := model_name=demo num_cpu_devices=8 ici_fsdp_parallelism=-1 ici_expert_par
   quantization=fp8_full use_batch_split_schedule=true merge_gating_gmm=true run_name=demo
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: help setup demo test test-all lint format clean
+.PHONY: help setup demo test test-aot test-all lint format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -30,8 +31,11 @@ demo: $(STAMP) ## train a small DeepSeek-V3 in FP8 on 8 virtual CPU devices (a f
 test: $(STAMP) ## all tests but the slow ones and those that need libtpu
 	$(PYTEST)
 
-test-all: $(STAMP) ## all tests
-	$(PYTEST) -m ""
+test-aot: $(TPU)/installed.stamp ## compile a few TPU kernels for each chip, without a TPU
+	PYTHONPATH=$(TPU) $(PYTEST) -m aot_few tests/test_pallas_tpu.py
+
+test-all: $(TPU)/installed.stamp ## all tests
+	PYTHONPATH=$(TPU) $(PYTEST) -m ""
 
 lint: $(STAMP) ## linter, formatter check, type checker
 	$(BIN)/ruff check
@@ -50,6 +54,12 @@ $(TOOLS)/bin/uv:
 	@python3 -m pip install --quiet --target $(TOOLS) uv || { \
 	  echo "error: set-up needs uv, or pip for python3 to install it: put either on this machine"; \
 	  exit 1; }
+
+# The extra `tpu`, beside the environment: inside it, JAX would look for a TPU in every command.
+$(TPU)/installed.stamp: $(STAMP)
+	$(UV) pip install --python $(BIN)/python --target $(TPU) --no-deps libtpu \
+	  --constraints constraints.txt
+	@touch $@
 
 # The Python that .python-version names, else any that is new enough, else one that uv can fetch.
 $(STAMP): pyproject.toml constraints.txt $(filter $(TOOLS)/%,$(UV))

@@ -10,6 +10,7 @@ import pathlib
 
 from octablox.errors import UserError
 from octablox.fp8 import RECIPES, recipe_from_config
+from octablox.kernels.tiles import PRODUCTS, Limits, parse_limits
 from octablox.settings import Config
 
 
@@ -21,6 +22,15 @@ def check(config: Config) -> None:
     _check_data(config)
     _check_run(config)
     _check_quantization(config)
+    tile_limits(config)
+
+
+def tile_limits(config: Config) -> dict[str, Limits]:
+    """What `gmm_tiles`, `dlhs_tiles` and `tgmm_tiles` say, by product, where they are given."""
+    given = {product: getattr(config.moe, f"{product}_tiles") for product in PRODUCTS}
+    return {
+        product: parse_limits(f"{product}_tiles", text) for product, text in given.items() if text
+    }
 
 
 def check_devices(config: Config, device_count: int, slices: int = 1) -> None:

@@ -3,6 +3,7 @@
 Nothing heavy is imported before a verb has work to do: `octablox --help` answers at once.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -30,7 +31,8 @@ def train(args: Sequence[str]) -> int:
     _check_devices(resolved, _join_hosts(resolved))
     from octablox.train import loop
 
-    return loop.train(resolved, started=STARTED)
+    with _tile_limits(resolved):
+        return loop.train(resolved, started=STARTED)
 
 
 def show(args: Sequence[str]) -> int:
@@ -41,7 +43,8 @@ def show(args: Sequence[str]) -> int:
     device_count = _check_devices(resolved)
     from octablox import show as report
 
-    report.show(resolved, device_count, as_json=as_json)
+    with _tile_limits(resolved):
+        report.show(resolved, device_count, as_json=as_json)
     return 0
 
 
@@ -53,7 +56,8 @@ def compile_step(args: Sequence[str]) -> int:
     resolved = _load(keys)
     from octablox.aot import command
 
-    return command.run(resolved.config, flags)
+    with _tile_limits(resolved):
+        return command.run(resolved.config, flags)
 
 
 # Options of `compile` that are no keys of a run: name -> (what follows it, what it does).
@@ -107,6 +111,15 @@ def _compile_help() -> str:
     return "\n".join(lines)
 
 
+def bench(args: Sequence[str]) -> int:
+    """Ranks the tiles of the TPU kernels for this model's GMMs; needs the extra `tpu`, no TPU."""
+    from octablox import bench as ranking
+
+    options, rest = ranking.parse(args)
+    resolved = _load(rest)
+    return ranking.bench(options, resolved, _check_devices(resolved))
+
+
 _KEY_WIDTH = 40  # of a help line: name and default
 
 
@@ -132,6 +145,7 @@ VERBS = {
         "octablox compile model_name=deepseek2-16b compile_topology=tpu7x:2x2x2",
         _compile_help,
     ),
+    "bench": Verb(bench, "octablox bench gmm --static --chip=tpu7x model_name=deepseek3-671b ..."),
 }
 
 
@@ -266,3 +280,15 @@ def _check_devices(resolved: "Resolved", processes: int = 1) -> int:
         count, slices = jax.device_count(), mesh.slice_count(jax.devices())
     checks.check_devices(resolved.config, count, slices)
     return count
+
+
+def _tile_limits(resolved: "Resolved") -> contextlib.AbstractContextManager[None]:
+    """Where the TPU kernels heed `gmm_tiles`, `dlhs_tiles` and `tgmm_tiles`."""
+    from octablox import checks
+    from octablox.kernels import pallas_tpu, tiles
+
+    limits = checks.tile_limits(resolved.config)
+    if limits and pallas_tpu.chip() is None:
+        key = f"{next(iter(limits))}_tiles"
+        raise UserError(f"{key}: only the TPU kernels have such tiles; leave it out here")
+    return tiles.override(**limits)

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from octablox import checks, fp8, kernels
 from octablox.config import KEYS, Resolved, dump
-from octablox.kernels import Scaled
+from octablox.kernels import Scaled, pallas_tpu, tiles
+from octablox.kernels.tiles import GmmTiles, TgmmTiles
 from octablox.mesh import is_spec
 from octablox.model import transformer
 from octablox.moe.overflow import buffer_rows
@@ -163,7 +164,7 @@ class Gemm:
     def describe(self, config: Config) -> dict[str, Any]:
         """The row of the report."""
         left, right = self._casts()
-        backend, refusals = self._backend(config)
+        backend, refusals, chosen = self._backend(config)
         return {
             "gemm": self.gemm,
             "product": self.product,
@@ -175,7 +176,8 @@ class Gemm:
             "error_budget": round(self.recipe.budget(self.product), 4),
             "backend": backend,
             "refused_by": refusals,
-            "tiles": _tiles(backend, self.M),
+            "tiles": _tiles(backend, self.M) if chosen is None else str(chosen),
+            "no_gain": _no_gain(left, right),
         }
 
     def _casts(self) -> tuple[fp8.Cast | None, fp8.Cast | None]:
@@ -186,18 +188,19 @@ class Gemm:
             "drhs": (recipe.act, recipe.drhs_grad),
         }[self.product]
 
-    def _backend(self, config: Config) -> tuple[str, list[str]]:
-        """The backend that takes this product, and what those before it refused."""
-        chosen = config.moe.gmm_backend
+    def _backend(self, config: Config) -> tuple[str, list[str], GmmTiles | TgmmTiles | None]:
+        """The backend that takes this product, what those before it refused, and TPU tiles."""
+        wanted = config.moe.gmm_backend
         refusals: list[str] = []
         for name, backend in kernels.BACKENDS.items():
-            if chosen in ("auto", name):
+            if wanted in ("auto", name):
                 try:
-                    self._trace(backend, config)
-                    return name, refusals
+                    with tiles.record() as chosen:
+                        self._trace(backend, config)
+                    return name, refusals, chosen[-1] if chosen else None
                 except kernels.Unsupported as refusal:
                     refusals.append(str(refusal))
-        return "none", refusals
+        return "none", refusals, None
 
     def _trace(self, backend, config: Config) -> None:
         """Runs the product on shapes alone."""
@@ -280,6 +283,16 @@ def _tiles(backend: str, rows: int) -> str:
     return f"{min(rows, max(sizes))} rows, all of K and N"
 
 
+def _no_gain(left: fp8.Cast | None, right: fp8.Cast | None) -> str:
+    """Says so where the chip multiplies these 8-bit types no faster than bfloat16."""
+    chip = pallas_tpu.chip()
+    if chip is None or left is None or right is None:
+        return ""
+    kind = chip.kind(left.dtype, right.dtype)
+    eight_bits = kind in ("fp8", "int8") and not chip.gains(kind)
+    return f"{chip.name} multiplies {kind} no faster than bf16" if eight_bits else ""
+
+
 def _print(report: dict[str, Any]) -> None:
     console = Console()
     if not console.is_terminal:
@@ -342,6 +355,7 @@ def _gemm_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(*(str(row[column]) for column in columns))
     refusals = {refusal for row in rows for refusal in row["refused_by"]}
-    if refusals:
-        table.caption = "refused: " + "; ".join(sorted(refusals))
+    notes = [f"refused: {'; '.join(sorted(refusals))}"] if refusals else []
+    notes += sorted({row["no_gain"] for row in rows} - {""})
+    table.caption = "\n".join(notes) or None
     return table

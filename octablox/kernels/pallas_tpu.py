@@ -6,6 +6,7 @@ they are; others are padded with zeros. Scales take the layout that costs a kern
 
 import contextlib
 import contextvars
+import dataclasses
 import math
 from typing import Any
 
@@ -13,9 +14,10 @@ import jax
 from jax import numpy as jnp
 
 from octablox.kernels import pallas_tpu_gmm, pallas_tpu_tgmm
+from octablox.kernels.chips import CHIPS, Chip, chip_of
 from octablox.kernels.contract import Scaled, Unsupported, manual_axes, vary_like
 from octablox.kernels.pallas_tpu_rows import BLOCK, LANES, to_lanes
-from octablox.kernels.tiles import CHIPS, Chip, Gmm, GmmTiles, Tgmm, TgmmTiles, chip_of, choose
+from octablox.kernels.tiles import Gmm, GmmTiles, Tgmm, TgmmTiles, choose
 
 name = "pallas_tpu"
 
@@ -51,13 +53,8 @@ def gmm(
 ):
     """Grouped matmul, see `contract.Backend.gmm`."""
     m, n = lhs.value.shape[0], rhs.value.shape[1 if transpose_rhs else 2]
-    (out,) = _gmm(
-        *(lhs, rhs, group_sizes, group_offset),
-        transpose_rhs=transpose_rhs,
-        out_dtype=out_dtype,
-        tiles=tiles,
-        interpret=interpret,
-    )
+    how = _How(out_dtype, tiles, interpret, transpose_rhs=transpose_rhs)
+    (out,) = _gmm(how, lhs, rhs, group_sizes, group_offset)
     return out[:m, :n]
 
 
@@ -92,69 +89,59 @@ def gated_gmm(
     if rhs.value.shape[2] % (2 * LANES):
         reason = f"expected 2F columns with F a multiple of {LANES}, got {rhs.value.shape[2]}"
         raise Unsupported(name, "rhs", reason)
-    outs = _gmm(
-        *(lhs, rhs, group_sizes, group_offset),
-        transpose_rhs=False,
-        out_dtype=out_dtype,
-        gated=True,
-        save=save,
-        row_weight=row_weight,
-        tiles=tiles,
-        interpret=interpret,
-    )
+    how = _How(out_dtype, tiles, interpret, gated=True, save=save)
+    outs = _gmm(how, lhs, rhs, group_sizes, group_offset, row_weight)
     return [out[: lhs.value.shape[0]] for out in outs]
 
 
-def _gmm(
-    lhs,
-    rhs,
-    group_sizes,
-    group_offset,
-    *,
-    transpose_rhs,
-    out_dtype,
-    gated=False,
-    save=False,
-    row_weight=None,
-    tiles,
-    interpret,
-) -> list[jax.Array]:
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """The settings of `gmm` and of `gated_gmm`."""
+
+    out_dtype: Any
+    tiles: GmmTiles | None
+    interpret: Any
+    transpose_rhs: bool = False
+    gated: bool = False
+    save: bool = False
+
+
+def _gmm(how: _How, lhs, rhs, group_sizes, group_offset, row_weight=None) -> list[jax.Array]:
     """The kernel's results [M, N] or [M, F], padded to whole blocks and lanes."""
-    chip = _chip(interpret)
-    _refuse_types(lhs, rhs, out_dtype)
-    (m, k), parts = lhs.value.shape, 2 if gated else 1
-    experts, n = rhs.value.shape[0], rhs.value.shape[1 if transpose_rhs else 2]
-    outputs = 3 if save else 1
+    chip = _chip(how.interpret)
+    _refuse_types(lhs, rhs, how.out_dtype)
+    (m, k), parts, outputs = lhs.value.shape, 2 if how.gated else 1, 3 if how.save else 1
+    experts, n = rhs.value.shape[0], rhs.value.shape[1 if how.transpose_rhs else 2]
     if 0 in (m, k, n, experts):
-        return [jnp.zeros((m, n // parts), out_dtype)] * outputs
+        return [jnp.zeros((m, n // parts), how.out_dtype)] * outputs
     lhs, rhs, sizes, offset = _vary(lhs, rhs, group_sizes, group_offset)
-    lhs, rhs, k_block = _k_block(lhs, rhs, 2 if transpose_rhs else 1)
-    operands = _gmm_values(lhs, rhs, transpose_rhs)
+    lhs, rhs, k_block = _k_block(lhs, rhs, 2 if how.transpose_rhs else 1)
+    operands = _gmm_values(lhs, rhs, how.transpose_rhs)
     rows, (width, columns) = operands["lhs"].shape[0] * BLOCK, _padded_matrix(k, n)
     columns //= parts
     call = Gmm(
         *(chip.name, rows, width, columns, experts),
-        *_names(lhs.value, rhs.value, out_dtype),
+        *_names(lhs.value, rhs.value, how.out_dtype),
         parts=parts,
         outputs=outputs,
         k_block=k_block,
-        product="dlhs" if transpose_rhs else "gmm",
+        product="dlhs" if how.transpose_rhs else "gmm",
     )
-    tiles = tiles or _choose(call)
-    operands |= _gmm_scales(lhs, rhs, transpose_rhs, tiles, k_block)
+    tiles = how.tiles or _choose(call)
+    operands |= _gmm_scales(lhs, rhs, how.transpose_rhs, tiles, k_block)
     if row_weight is not None:
         weight = to_lanes(row_weight.astype(jnp.float32))
         operands["row_weight"] = vary_like((sizes,), weight)
     plan = pallas_tpu_gmm.Plan(
-        *(tiles, rows, columns, experts, jnp.dtype(out_dtype)),
-        transpose_rhs=transpose_rhs,
-        gated=gated,
-        save=save,
+        *(tiles, rows, columns, experts, jnp.dtype(how.out_dtype)),
+        transpose_rhs=how.transpose_rhs,
+        gated=how.gated,
+        save=how.save,
         k_block=k_block,
         vmem_bytes=chip.vmem,
     )
     out_type = _out_type(*operands.values(), sizes, offset)
-    outs = pallas_tpu_gmm.call(plan, operands, sizes, offset, out_type, interpret)
+    outs = pallas_tpu_gmm.call(plan, operands, sizes, offset, out_type, how.interpret)
     return [out.reshape(rows, columns) for out in outs]
 
 
@@ -205,13 +192,18 @@ def tgmm(
     return out[:, :k, :n]
 
 
-def _chip(interpret) -> Chip:
+def chip() -> Chip | None:
+    """The chip that is traced for: of `target`, of the mesh in use, or of this process."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = _target.get() or (device.device_kind if device else jax.devices()[0].device_kind)
-    chip = chip_of(kind) or (CHIPS["tpu7x"] if interpret else None)
-    if chip is None:
+    return chip_of(_target.get() or (device or jax.devices()[0]).device_kind)
+
+
+def _chip(interpret) -> Chip:
+    found = chip() or (CHIPS["tpu7x"] if interpret else None)
+    if found is None:
+        kind = jax.devices()[0].device_kind
         raise Unsupported(name, "platform", f"expected a TPU v5e, v5p, v6e or 7x, got {kind}")
-    return chip
+    return found
 
 
 _TYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from octablox.kernels import pallas_tpu_rows as rows_
 from octablox.kernels.pallas_tpu_rows import BLOCK, LANES
-from octablox.kernels.tiles import TgmmTiles
+from octablox.kernels.tiles import TgmmTiles, last_buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +127,7 @@ def _step(plan, lhs, rhs, out, resident, scratch):
         tail = rows_.offset_in_block(rows)
         folded = jnp.where(tail <= head, tail, 0) if starts else 0  # else there is no gap
         choose = lambda ref, bucket: _only(ref, bucket, head, rows, folded)  # noqa: E731
-        # The last step of a longer group has code for every other row count.
-        buckets = tiles.buckets if starts else tiles.buckets[::-2][::-1]
+        buckets = tiles.buckets if starts else last_buckets(tiles.buckets)
         rows_.by_rows(rows - folded, buckets, lambda b: multiply(b, choose, starts, True))
 
     def not_last(starts: bool):  # such a step fills its tile, and only a first one has a head

@@ -10,9 +10,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
-MIB = 1 << 20
+from octablox.errors import UserError
+from octablox.kernels.chips import CHIPS, MIB
+
 BLOCK = 32  # rows that a DMA moves at least
 LANES = 128
 
@@ -30,6 +32,7 @@ CHUNK = 256
 CODE_CYCLES = 128_000
 
 Product = Literal["gmm", "dlhs", "tgmm"]
+PRODUCTS: tuple[Product, ...] = get_args(Product)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +53,18 @@ class GmmTiles:
     buckets: tuple[int, ...]
     chunk: int | None = None
 
+    def __str__(self) -> str:
+        """Rows × K × columns."""
+        return f"{self.rows} × {self.contracted} × {self.columns}"
+
 
 @dataclasses.dataclass(frozen=True)
 class TgmmTiles:
     """A step of the tgmm kernel.
 
     Attributes:
-      rows: rows of a tile; a multiple of 32.
+      rows, buckets: as those of `GmmTiles`.
       k, n: size of the output tile; they divide K and N.
-      buckets: row counts for which there is code, ascending, the last is `rows`.
       chunk_k: part of `k` that is multiplied at a time; None: all.
     """
 
@@ -68,67 +74,26 @@ class TgmmTiles:
     buckets: tuple[int, ...]
     chunk_k: int | None = None
 
+    def __str__(self) -> str:
+        """Rows × k × n."""
+        return f"{self.rows} × {self.k} × {self.n}"
+
 
 @dataclasses.dataclass(frozen=True)
-class Chip:
-    """One TensorCore.
+class Limits:
+    """The most rows (M), and elements along K and N, that a user wants in a tile."""
 
-    Attributes:
-      vmem: bytes that a kernel may use.
-      macs: multiply-accumulates a cycle, by kind of operands.
-      side: rows and columns of the matrix unit.
-      hbm: bytes a cycle.
-    """
-
-    name: str
-    vmem: int
-    macs: dict[str, int]
-    side: int
-    hbm: int
-
-    def kind(self, lhs: str, rhs: str) -> str:
-        """How two dtypes are multiplied here: "fp8", "int8", "bf16" or "f32"."""
-        if lhs.startswith("float8") and rhs.startswith("float8"):
-            return "fp8"
-        if lhs == rhs == "int8":
-            return "int8"
-        return "f32" if "float32" in (lhs, rhs) else "bf16"
-
-    def gains(self, kind: str) -> bool:
-        """Whether 8 bits multiply faster than bf16 here."""
-        return self.macs[kind] > self.macs["bf16"]
-
-
-def _macs(bf16: int, fp8: int, int8: int) -> dict[str, int]:
-    return {"bf16": bf16, "fp8": fp8, "int8": int8, "f32": bf16 // 6}
-
-
-# What one matmul instruction does, read from compiled schedules. HBM: published, over the clock.
-CHIPS = {
-    "v5e": Chip("v5e", 116 * MIB, _macs(65536, 65536, 131072), 128, 540),
-    "v5p": Chip("v5p", 58 * MIB, _macs(65536, 65536, 131072), 128, 790),
-    "v6e": Chip("v6e", 116 * MIB, _macs(131072, 131072, 262144), 256, 940),
-    "tpu7x": Chip("tpu7x", 61 * MIB, _macs(262144, 524288, 262144), 256, 1680),
-}
-_KINDS = {
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "tpu7x",
-}
-
-
-def chip_of(device_kind: str) -> Chip | None:
-    """The chip of JAX's or of our name, if it is known here."""
-    return CHIPS.get(_KINDS.get(device_kind, device_kind))
+    rows: int
+    k: int
+    n: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Gmm:
-    """What the choice depends on; `columns` of one output, `parts` matrices side by side."""
+    """What the choice depends on; `columns` of one output, `parts` matrices side by side.
+
+    `lhs`, `rhs` and `out` are names of dtypes.
+    """
 
     chip: str
     rows: int
@@ -146,7 +111,7 @@ class Gmm:
 
 @dataclasses.dataclass(frozen=True)
 class Tgmm:
-    """What the choice depends on."""
+    """What the choice depends on; as `Gmm`."""
 
     chip: str
     rows: int
@@ -158,12 +123,16 @@ class Tgmm:
     out: str
 
 
-_overrides: contextvars.ContextVar[dict | None] = contextvars.ContextVar("tiles", default=None)
+Override = GmmTiles | TgmmTiles | Limits
+_overrides: contextvars.ContextVar[dict[str, Override] | None]
+_overrides = contextvars.ContextVar("tile_overrides", default=None)
+_record: contextvars.ContextVar[list[GmmTiles | TgmmTiles] | None]
+_record = contextvars.ContextVar("tile_record", default=None)
 
 
 @contextlib.contextmanager
-def override(**tiles: GmmTiles | TgmmTiles) -> Iterator[None]:
-    """Fixes the tiles of the products named `gmm`, `dlhs` or `tgmm` for what is traced inside."""
+def override(**tiles: Override) -> Iterator[None]:
+    """Fixes or limits tiles, by product (`gmm`, `dlhs`, `tgmm`), for what is traced inside."""
     token = _overrides.set({**(_overrides.get() or {}), **tiles})
     try:
         yield
@@ -171,11 +140,81 @@ def override(**tiles: GmmTiles | TgmmTiles) -> Iterator[None]:
         _overrides.reset(token)
 
 
+@contextlib.contextmanager
+def record() -> Iterator[list[GmmTiles | TgmmTiles]]:
+    """A list of the tiles that are chosen inside."""
+    chosen: list[GmmTiles | TgmmTiles] = []
+    token = _record.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _record.reset(token)
+
+
 def choose(call: Gmm | Tgmm) -> GmmTiles | TgmmTiles:
-    """The tiles to use: the override of the product, or the first of `ranked`."""
+    """The tiles to use: the override of the product, or the first of `ranked`.
+
+    Raises:
+      ValueError: nothing fits into VMEM.
+      UserError: what the user asked for does not.
+    """
     product = call.product if isinstance(call, Gmm) else "tgmm"
     fixed = (_overrides.get() or {}).get(product)
-    return fixed or ranked(call)[0]
+    if isinstance(fixed, Limits):
+        fixed = limited(call, fixed)
+    tiles = fixed or ranked(call)[0]
+    chosen = _record.get()
+    if chosen is not None:
+        chosen.append(tiles)
+    return tiles
+
+
+def parse_limits(key: str, text: str) -> Limits:
+    """Limits from M,K,N, as the value of a key.
+
+    Raises:
+      UserError: they are no such limits.
+    """
+    words = text.split(",")
+    sizes = [int(word) for word in words if word.strip().isdecimal()]
+    if len(sizes) != len(words) or len(sizes) != 3:
+        raise UserError(f"{key}: expected three numbers M,K,N, as 512,7168,2048, got {text!r}")
+    least = (BLOCK, LANES, LANES)
+    for dim, size, multiple in zip("MKN", sizes, least, strict=True):
+        if size == 0 or size % multiple:
+            raise UserError(f"{key}: expected {dim} to be a multiple of {multiple}, got {size}")
+    return Limits(*sizes)
+
+
+def limited(call: Gmm | Tgmm, limits: Limits) -> GmmTiles | TgmmTiles:
+    """The largest tiles within limits.
+
+    Raises:
+      UserError: no tile is, or it does not fit into VMEM.
+    """
+    chip = CHIPS[call.chip]
+    tiles: GmmTiles | TgmmTiles
+    if isinstance(call, Gmm):
+        key = f"{call.product}_tiles"
+        if limits.k < call.k:
+            raise UserError(
+                f"{key}: expected K of at least {call.k}, all of which a step multiplies, "
+                f"got {limits.k}"
+            )
+        columns = max(divisors(call.columns, limits.n))
+        rows = min(limits.rows, _up(call.rows, BLOCK))
+        tiles = _gmm_tiles(call, rows, columns)
+        used = gmm_vmem(call, tiles)
+    else:
+        key, k, n = "tgmm_tiles", max(divisors(call.k, limits.k)), max(divisors(call.n, limits.n))
+        tiles = _tgmm_tiles(min(limits.rows, _up(call.rows, BLOCK)), k, n)
+        used = tgmm_vmem(call, tiles)
+    if used > chip.vmem:
+        raise UserError(
+            f"{key}: a tile of {tiles} needs {used >> 20} MiB of VMEM, {chip.name} gives "
+            f"{chip.vmem >> 20}; write smaller ones"
+        )
+    return tiles
 
 
 @functools.cache
@@ -285,8 +324,12 @@ def _gmm_candidates(call: Gmm) -> Iterator[GmmTiles]:
         least = min(256, _up(call.rows, 64))  # fewer rows wait for the weights to be pushed
         for rows in range(least, min(1280, _up(call.rows, 64)) + 1, 64):
             if rows == least or rows * cycles <= PIECE_CYCLES:
-                code = buckets(rows, CODE_CYCLES / cycles)
-                yield GmmTiles(rows, columns, call.k, code, CHUNK if call.parts > 1 else None)
+                yield _gmm_tiles(call, rows, columns)
+
+
+def _gmm_tiles(call: Gmm, rows: int, columns: int) -> GmmTiles:
+    code = buckets(rows, CODE_CYCLES / _gmm_row_cycles(call, columns))
+    return GmmTiles(rows, columns, call.k, code, CHUNK if call.parts > 1 else None)
 
 
 def _tgmm_candidates(call: Tgmm) -> Iterator[TgmmTiles]:
@@ -294,10 +337,14 @@ def _tgmm_candidates(call: Tgmm) -> Iterator[TgmmTiles]:
     rate = chip.macs[chip.kind(call.lhs, call.rhs)]
     for k in divisors(call.k, 3584):
         for n in divisors(call.n, 2048):
-            chunk = max(divisors(k, 1024))
             for rows in range(256, min(1280, _up(call.rows, 256)) + 1, 64):
                 if rows == 256 or rows * k * n / rate <= PIECE_CYCLES:
-                    yield TgmmTiles(rows, k, n, coarse(rows), chunk if chunk < k else None)
+                    yield _tgmm_tiles(rows, k, n)
+
+
+def _tgmm_tiles(rows: int, k: int, n: int) -> TgmmTiles:
+    chunk = max(divisors(k, 1024))
+    return TgmmTiles(rows, k, n, coarse(rows), chunk if chunk < k else None)
 
 
 def buckets(rows: int, code_rows: float) -> tuple[int, ...]:
@@ -318,6 +365,11 @@ def buckets(rows: int, code_rows: float) -> tuple[int, ...]:
 def coarse(rows: int) -> tuple[int, ...]:
     """Row counts in steps of the matrix unit's 256, below which a contraction is padded."""
     return tuple(sorted({*range(256, rows, 256), rows}))
+
+
+def last_buckets(buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """Those for which the last step of a group of several has code in tgmm: every other one."""
+    return buckets[::-2][::-1]
 
 
 def divisors(size: int, top: int) -> list[int]:

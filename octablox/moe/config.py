@@ -40,3 +40,8 @@ class MoeConfig(BaseModel):
     gmm_backend: Literal["auto", "xla", "ragged_dot"] = Field(
         "auto", description="the GMMs' kernels; auto: the best that supports the call"
     )
+    gmm_tiles: str = Field(
+        "", description="most rows, K and N of the forward GMMs' tiles on TPU, as 512,7168,2048"
+    )
+    dlhs_tiles: str = Field("", description="the same of the GMMs for the gradients of rows")
+    tgmm_tiles: str = Field("", description="the same of the GMMs for the gradients of weights")
