@@ -18,7 +18,7 @@ from octablox import checks, fp8, show
 from octablox.config import Resolved, dump
 from octablox.errors import UserError
 from octablox.kernels import static_gmm, tiles
-from octablox.kernels.chips import CHIPS
+from octablox.kernels.chips import CHIPS, chip_of_topology
 from octablox.kernels.static_schedule import TOPOLOGIES, CompileError
 
 # The products' names in `octablox show`, as the kernels have them.
@@ -89,7 +89,8 @@ def cases(
 ) -> list[tuple[str, static_gmm.Case]]:
     """The GEMMs' names and the cases to compile, each with its tile."""
     config = resolved.config
-    chip = options.chip or _topology_chip(dump(config).get("compile_topology", "")) or "tpu7x"
+    described = chip_of_topology(str(dump(config).get("compile_topology", "")))
+    chip = options.chip or (described.name if described else "tpu7x")
     kind = _type(fp8.recipe_from_config(config.quantization))
     found = []
     for gemm in show.gemms(config, checks.resolve_mesh_shape(config, device_count)):
@@ -108,11 +109,6 @@ def cases(
     if not found:
         raise UserError("bench gmm: the model has no such GEMM; see octablox show")
     return found
-
-
-def _topology_chip(topology: object) -> str | None:
-    """The chip of a topology's name, as v6e-256."""
-    return next((chip for chip in CHIPS if str(topology).startswith(chip)), None)
 
 
 def _type(recipe: fp8.Recipe) -> str:

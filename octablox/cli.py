@@ -43,7 +43,7 @@ def show(args: Sequence[str]) -> int:
     device_count = _check_devices(resolved)
     from octablox import show as report
 
-    with _tile_limits(resolved):
+    with report.described_chip(resolved.config), _tile_limits(resolved):
         report.show(resolved, device_count, as_json=as_json)
     return 0
 

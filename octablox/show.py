@@ -4,6 +4,7 @@ M rows, K contracted, N output columns, E experts held by one device; D model wi
 S tokens of a sequence. FLOPs count a multiply-add as two.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -18,6 +19,7 @@ from rich.table import Table
 from octablox import checks, fp8, kernels
 from octablox.config import KEYS, Resolved, dump
 from octablox.kernels import Scaled, pallas_tpu, tiles
+from octablox.kernels.chips import chip_of_topology
 from octablox.kernels.tiles import GmmTiles, TgmmTiles
 from octablox.mesh import is_spec
 from octablox.model import transformer
@@ -32,6 +34,12 @@ def show(resolved: Resolved, device_count: int, *, as_json: bool = False) -> Non
         print(json.dumps(report, indent=1))
     else:
         _print(report)
+
+
+def described_chip(config: Config) -> contextlib.AbstractContextManager[None]:
+    """Where the GMMs are those of the chip that `compile_topology` names, if there is that key."""
+    chip = chip_of_topology(str(dump(config).get("compile_topology", "")))
+    return pallas_tpu.target(chip.name) if chip else contextlib.nullcontext()
 
 
 def make_report(resolved: Resolved, device_count: int) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def test_the_help_of_a_verb_lists_every_key(verb, capsys):
     [
         (
             ["trian"],
-            "error: expected a verb (train, show, compile), got 'trian'; did you mean train?",
+            f"error: expected a verb ({', '.join(cli.VERBS)}), got 'trian'; did you mean train?",
         ),
         (["train", "stepz=3"], "error: unknown key 'stepz'; did you mean steps or eval_steps?"),
         (["show", "steps"], "error: expected key=value, got 'steps'; write steps=VALUE"),

@@ -10,6 +10,7 @@ class Chip:
     """One TensorCore.
 
     Attributes:
+      device_kind: JAX's name of it.
       vmem: bytes that a kernel may use.
       macs: multiply-accumulates a cycle, by kind of operands.
       side: rows and columns of the matrix unit.
@@ -17,6 +18,7 @@ class Chip:
     """
 
     name: str
+    device_kind: str
     vmem: int
     macs: dict[str, int]
     side: int
@@ -41,22 +43,24 @@ def _macs(bf16: int, fp8: int, int8: int) -> dict[str, int]:
 
 # What one matmul instruction does, read from compiled schedules. HBM: published, over the clock.
 CHIPS = {
-    "v5e": Chip("v5e", 116 * MIB, _macs(65536, 65536, 131072), 128, 540),
-    "v5p": Chip("v5p", 58 * MIB, _macs(65536, 65536, 131072), 128, 790),
-    "v6e": Chip("v6e", 116 * MIB, _macs(131072, 131072, 262144), 256, 940),
-    "tpu7x": Chip("tpu7x", 61 * MIB, _macs(262144, 524288, 262144), 256, 1680),
+    chip.name: chip
+    for chip in (
+        Chip("v5e", "TPU v5 lite", 116 * MIB, _macs(65536, 65536, 131072), 128, 540),
+        Chip("v5p", "TPU v5", 58 * MIB, _macs(65536, 65536, 131072), 128, 790),
+        Chip("v6e", "TPU v6 lite", 116 * MIB, _macs(131072, 131072, 262144), 256, 940),
+        Chip("tpu7x", "TPU7x", 61 * MIB, _macs(262144, 524288, 262144), 256, 1680),
+    )
 }
-_KINDS = {
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "tpu7x",
-}
+# Other names of JAX's.
+_SYNONYMS = {"TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v6e": "v6e"}
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip of JAX's or of our name, if it is known here."""
-    return CHIPS.get(_KINDS.get(device_kind, device_kind))
+    """The chip of JAX's name, if it is known here."""
+    known = {chip.device_kind: chip for chip in CHIPS.values()}
+    return known.get(device_kind) or CHIPS.get(_SYNONYMS.get(device_kind, ""))
+
+
+def chip_of_topology(topology: str) -> Chip | None:
+    """The chip of a topology's name, as v6e-256 or tpu7x:2x2x1."""
+    return next((chip for chip in CHIPS.values() if topology.startswith(chip.name)), None)

@@ -4,8 +4,6 @@ Operands whose M is a multiple of 32 and whose K and N are multiples of 128 reac
 they are; others are padded with zeros. Scales take the layout that costs a kernel least.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import math
 from typing import Any
@@ -21,23 +19,18 @@ from octablox.kernels.tiles import Gmm, GmmTiles, Tgmm, TgmmTiles, choose
 
 name = "pallas_tpu"
 
-_target: contextvars.ContextVar[str | None] = contextvars.ContextVar("tpu_target", default=None)
 
-
-@contextlib.contextmanager
 def target(chip: str):
     """Traces for a chip ("v5e", "v5p", "v6e", "tpu7x") that this process does not have.
 
     Not needed where the mesh in use (`jax.set_mesh`) is one of TPUs, real or from a topology
-    description. JAX's caches do not know of it: do not trace one function object under two targets.
+    description.
     """
-    if chip_of(chip) is None:
+    if chip not in CHIPS:
         raise ValueError(f"target: expected v5e, v5p, v6e or tpu7x, got {chip!r}")
-    token = _target.set(chip)
-    try:
-        yield
-    finally:
-        _target.reset(token)
+    device = jax.sharding.AbstractDevice(CHIPS[chip].device_kind, num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def gmm(
@@ -193,9 +186,9 @@ def tgmm(
 
 
 def chip() -> Chip | None:
-    """The chip that is traced for: of `target`, of the mesh in use, or of this process."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return chip_of(_target.get() or (device or jax.devices()[0]).device_kind)
+    """The chip that is traced for: of the mesh in use, or of this process."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return chip_of(device.device_kind)
 
 
 def _chip(interpret) -> Chip:

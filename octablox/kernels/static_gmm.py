@@ -89,9 +89,9 @@ def measure(case: Case, timeout: float = 900) -> dict[str, Any]:
 
 def arguments(case: dict[str, Any]):
     """The function to compile, and the shapes of its arguments; of a `Case` as a dict."""
-    chosen = Case(**case)
-    made = TgmmTiles if chosen.product == "tgmm" else GmmTiles
+    made = TgmmTiles if case["product"] == "tgmm" else GmmTiles
     tile = made(**case["tile"] | {"buckets": tuple(case["tile"]["buckets"])})
+    chosen = Case(**case | {"tile": tile})
     shape, m, e = jax.ShapeDtypeStruct, chosen.rows, chosen.experts
     dtype, columns = jnp.dtype(DTYPES[chosen.type]), chosen.n * chosen.parts
     scale = lambda *sizes: None if dtype.itemsize > 1 else shape(sizes, jnp.float32)  # noqa: E731
@@ -207,9 +207,9 @@ def _least_bytes(case: Case) -> int:
 def _call_cycles(case: Case, cost, report: Report, sizes) -> float:
     """Cycles of a call; rows begin where the last group ended, inside a block of 32."""
     schedule, row, total = report.schedule, 0, 0.0
-    for size in sizes:
+    for size in sizes.tolist():
         head, row = row % 32, row + size
-        steps = _steps(case, head, int(size))
+        steps = _steps(case, head, size)
         pick = min if len(steps) == 1 else max
         compute = sum(pick(cost[b]) + schedule.loop for b in steps)
         moved = _moved(case, -(-(head + size) // 32) * 32) / CHIPS[case.chip].hbm
