@@ -40,7 +40,7 @@ from octablox.kernels.static_gmm import DTYPES
 from octablox.kernels.static_schedule import TOPOLOGIES, CompileError, compile_for
 
 K, N, EXPERTS = 7168, 2048, 16  # DeepSeek-V3's experts on one of 16 devices
-PRODUCTS = ("gmm", "gated", "dlhs", "tgmm")
+PRODUCTS = ("gmm", "gated", "dlhs", "gated_grad", "tgmm")  # gated_grad: octablox alone has it
 KERNELS = ("octablox", "tokamax v2", "tokamax v1", "megablox")
 TILES = ((512, 1024, 1024), (512, 2048, 1024), (1024, 1024, 1024))
 
@@ -59,7 +59,9 @@ class Case:
     @property
     def ours(self) -> static_gmm.Case:
         """The same product, as octablox's kernels take it."""
-        return static_gmm.Case(self.chip, self.product, self.type, self.rows, K, N, EXPERTS)
+        # The epilogue of the gate is at the second matrix of an expert, [N, K].
+        k, n = (N, K) if self.product == "gated_grad" else (K, N)
+        return static_gmm.Case(self.chip, self.product, self.type, self.rows, k, n, EXPERTS)
 
 
 def arguments(case: dict):
@@ -172,7 +174,7 @@ def main() -> None:
     for count in args.rows:
         for kind in args.type:
             for product in args.product:
-                for kernel in args.kernel:
+                for kernel in args.kernel if product != "gated_grad" else ["octablox"]:
                     case = Case(args.chip, kernel, product, kind, count)
                     rows.append(best(case, args.timeout))
                     print(f"{case}: {rows[-1].get('step', rows[-1].get('error'))}", file=sys.stderr)

@@ -87,9 +87,46 @@ def gated_gmm(
     return [out[: lhs.value.shape[0]] for out in outs]
 
 
+def gated_gmm_grad(
+    lhs,
+    rhs,
+    gate,
+    up,
+    group_sizes,
+    group_offset,
+    *,
+    out_dtype,
+    tiles: GmmTiles | None = None,
+    interpret=False,
+) -> list[jax.Array]:
+    """The gradients of gate and up, where `h = silu(gate) * up` was multiplied by `rhs`.
+
+    The product for h's gradient, `lhs @ rhs^T`, and the derivative in one kernel; h's gradient
+    itself is not stored.
+
+    Args:
+      lhs: [M, K], the gradient of `h @ rhs`.
+      rhs: [E, F, K].
+      gate: [M, F] of any float type, as `gated_gmm` saved it.
+      up: the same.
+      group_sizes: int [G].
+      group_offset: int [], the group of `rhs[0]`.
+      out_dtype: of both results.
+      tiles: instead of the chosen ones.
+      interpret: False, or `pltpu.InterpretParams`.
+
+    Returns:
+      The gradients of gate and of up, each [M, F] and exactly zero in rows of no local group.
+    """
+    how = _How(out_dtype, tiles, interpret, transpose_rhs=True, gated_grad=True)
+    extra = {"gate": gate, "up": up}
+    outs = _gmm(how, lhs, rhs, group_sizes, group_offset, extra=extra)
+    return [out[: gate.shape[0], : gate.shape[1]] for out in outs]
+
+
 @dataclasses.dataclass(frozen=True)
 class _How:
-    """The settings of `gmm` and of `gated_gmm`."""
+    """The settings of `gmm`, `gated_gmm` and `gated_gmm_grad`."""
 
     out_dtype: Any
     tiles: GmmTiles | None
@@ -97,26 +134,37 @@ class _How:
     transpose_rhs: bool = False
     gated: bool = False
     save: bool = False
+    gated_grad: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """How many results there are."""
+        return 3 if self.save else 2 if self.gated_grad else 1
 
 
-def _gmm(how: _How, lhs, rhs, group_sizes, group_offset, row_weight=None) -> list[jax.Array]:
-    """The kernel's results [M, N] or [M, F], padded to whole blocks and lanes."""
+def _gmm(how: _How, lhs, rhs, sizes, offset, row_weight=None, extra=None) -> list[jax.Array]:
+    """The kernel's results [M, N] or [M, F], padded to whole blocks and lanes.
+
+    `extra` are arrays [M, N] that the epilogue reads, by name.
+    """
     chip = _chip(how.interpret)
     _refuse_types(lhs, rhs, how.out_dtype)
-    (m, k), parts, outputs = lhs.value.shape, 2 if how.gated else 1, 3 if how.save else 1
+    (m, k), parts, extra = lhs.value.shape, 2 if how.gated else 1, extra or {}
     experts, n = rhs.value.shape[0], rhs.value.shape[1 if how.transpose_rhs else 2]
     if 0 in (m, k, n, experts):
-        return [jnp.zeros((m, n // parts), how.out_dtype)] * outputs
-    lhs, rhs, sizes, offset = _vary(lhs, rhs, group_sizes, group_offset)
+        return [jnp.zeros((m, n // parts), how.out_dtype)] * how.outputs
+    lhs, rhs, sizes, offset = _vary(lhs, rhs, sizes, offset)
     lhs, rhs, k_block = _k_block(lhs, rhs, 2 if how.transpose_rhs else 1)
     operands = _gmm_values(lhs, rhs, how.transpose_rhs)
     rows, (width, columns) = operands["lhs"].shape[0] * BLOCK, _padded_matrix(k, n)
     columns //= parts
+    for key, array in extra.items():
+        operands[key] = vary_like((sizes,), _row_blocks(_pad(array, (rows, columns))))
     call = Gmm(
         *(chip.name, rows, width, columns, experts),
         *_names(lhs.value, rhs.value, how.out_dtype),
         parts=parts,
-        outputs=outputs,
+        streams=how.outputs + len(extra),
         k_block=k_block,
         product="dlhs" if how.transpose_rhs else "gmm",
     )
@@ -130,6 +178,7 @@ def _gmm(how: _How, lhs, rhs, group_sizes, group_offset, row_weight=None) -> lis
         transpose_rhs=how.transpose_rhs,
         gated=how.gated,
         save=how.save,
+        gated_grad=how.gated_grad,
         k_block=k_block,
         vmem_bytes=chip.vmem,
     )

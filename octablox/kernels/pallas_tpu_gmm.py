@@ -1,5 +1,8 @@
 """The TPU kernel of `out[M, N] = lhs[M, K] @ rhs[E, K, N]` by groups: forward, dlhs and gated.
 
+With `gated`, rhs holds two matrices side by side (gate, up) and `out = silu(gate) * up`; with
+`gated_grad`, lhs @ rhs is that out's gradient, which goes on to gate and up before it is stored.
+
 A step multiplies one tile of rows with the whole K of its group's matrix, `[rows, K] @
 [K, columns]`, in one straight piece of code, thousands of cycles long: to enter and leave such a
 piece costs the matrix unit about 270 cycles, and to keep an accumulator across steps costs more.
@@ -8,8 +11,6 @@ Scales are applied once to the finished product, or where they vary along K to e
 Rows are independent here, so a tile computes on whatever rows lie in it, garbage among them, and
 only the store selects: a step writes the row blocks that it completes, and hands the block that
 it leaves half full to the next step in `carry`. Only blocks at a group's edge are masked.
-
-With `gated`, rhs holds two matrices side by side (gate, up) and `out = silu(gate) * up`.
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ class Plan:
     Attributes:
       k_block: elements along K that share a scale, 32, 64 or a multiple of 128; None: all.
       save: also return gate and up, for the backward pass.
+      gated_grad: return the gradients of gate and up.
     """
 
     tiles: GmmTiles
@@ -43,6 +45,7 @@ class Plan:
     transpose_rhs: bool = False
     gated: bool = False
     save: bool = False
+    gated_grad: bool = False
     k_block: int | None = None
     vmem_bytes: int = 0
 
@@ -58,8 +61,8 @@ class Plan:
 
     @property
     def outputs(self) -> int:
-        """`out`, or out, gate and up."""
-        return 3 if self.save else 1
+        """`out`; out, gate and up; or the gradients of gate and up."""
+        return 3 if self.save else 2 if self.gated_grad else 1
 
 
 # Where each operand lives; HBM ones are brought in step by step, the others stay as a whole.
@@ -68,6 +71,8 @@ PLACES = {
     "rhs": pltpu.HBM,  # [E, K, parts * columns], or [E, columns, K] with transpose_rhs
     "lhs_blocks": pltpu.HBM,  # scales along K: float32 [M / BLOCK, BLOCK, K / k_block]
     "rhs_blocks": pltpu.HBM,  # float32 [E, K / k_block, parts * columns]
+    "gate": pltpu.HBM,  # [M / BLOCK, BLOCK, columns], with gated_grad
+    "up": pltpu.HBM,  # the same
     "row_scale": pltpu.VMEM,  # float32 [M / 128, 128]
     "row_weight": pltpu.VMEM,  # the same; multiplies the gated output
     "column_scale": pltpu.VMEM,  # float32 [E, parts * column_tiles, 1, tile]
@@ -120,7 +125,7 @@ def call(plan: Plan, operands: dict[str, jax.Array], sizes, offset, out_type, in
             disable_bounds_checks=True,
         ),
         interpret=interpret,
-        name="octablox_gated_gmm" if plan.gated else "octablox_gmm",
+        name=f"octablox_{'gated_' if plan.gated or plan.gated_grad else ''}gmm",
     )(sizes, offset, *(operands[name] for name in names))
 
 
@@ -184,6 +189,10 @@ def _specs(plan, names, scratch):
         if name in ("lhs", "lhs_blocks"):
             width = _width(plan, name)
             specs.append((name, pl.BlockSpec((block, BLOCK, width), by_row)))
+            continue
+        if name in ("gate", "up"):
+            by_tile = lambda j, s: (pl.ds(begin[s], reads[s]), 0, j)  # noqa: E731
+            specs.append((name, pl.BlockSpec((block, BLOCK, tile), by_tile)))
             continue
         for part in range(plan.parts):
             if name == "rhs" and plan.transpose_rhs:
@@ -260,6 +269,13 @@ def _store(plan, outs, values, begin, end):
 def _values(plan, tiles, scratch, block, begin, end):
     """Rows `begin:end` of every output, float32 [end - begin, tile]."""
     product = functools.partial(_product, plan, tiles, scratch, block, begin, end)
+    if plan.gated_grad:
+        gate, up = (
+            rows_.flat(tiles[name][0], begin, end).astype(jnp.float32) for name in ("gate", "up")
+        )
+        sigmoid, grad = jax.nn.sigmoid(gate), product(0)
+        silu = gate * sigmoid
+        return [grad * up * (sigmoid + silu - silu * sigmoid), grad * silu]
     if not plan.gated:
         return [product(0)]
     gate, up = product(0), product(1)

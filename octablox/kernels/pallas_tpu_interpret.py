@@ -35,4 +35,5 @@ def _tpu7x():
 
 gmm = _simulated(pallas_tpu.gmm)
 gated_gmm = _simulated(pallas_tpu.gated_gmm)
+gated_gmm_grad = _simulated(pallas_tpu.gated_gmm_grad)
 tgmm = _simulated(pallas_tpu.tgmm)

@@ -5,7 +5,8 @@ group costs its piece of code and the loop around it, or the group costs its byt
 of HBM if that is more. What no figure holds: the arrival of the first tile, and waits for HBM that
 are shorter than a step.
 
-M rows, K contracted and N columns of the forward product, E experts; `gated` has two matrices of N.
+M rows, K contracted and N columns of the forward product, E experts; `gated` has two matrices of N,
+`gated_grad` is dlhs with its epilogue.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from octablox.kernels.contract import Scaled
 from octablox.kernels.static_schedule import Piece, Report, compile_for
 from octablox.kernels.tiles import Gmm, GmmTiles, Tgmm, TgmmTiles
 
-Product = Literal["gmm", "gated", "dlhs", "tgmm"]
+Product = Literal["gmm", "gated", "dlhs", "gated_grad", "tgmm"]
 DTYPES = {"fp8": "float8_e4m3fn", "bf16": "bfloat16", "int8": "int8"}
 KINDS_OF_SIZES = ("equal", "routed", "skewed")
 
@@ -55,16 +56,22 @@ class Case:
         return 2 if self.product == "gated" else 1
 
     @property
+    def streams(self) -> int:
+        """Arrays of the result's size that are written or read beside the operands."""
+        return 4 if self.product == "gated_grad" else 1
+
+    @property
     def call(self) -> Gmm | Tgmm:
         """What the choice of tiles depends on."""
         types = (DTYPES[self.type], DTYPES[self.type], "bfloat16")
         if self.product == "tgmm":
             return Tgmm(self.chip, self.rows, self.k, self.n, self.experts, *types)
-        back = self.product == "dlhs"
+        back = self.product in ("dlhs", "gated_grad")
         k, columns = (self.n, self.k) if back else (self.k, self.n)
         return Gmm(
             *(self.chip, self.rows, k, columns, self.experts, *types),
             parts=self.parts,
+            streams=self.streams,
             product="dlhs" if back else "gmm",
         )
 
@@ -97,20 +104,25 @@ def arguments(case: dict[str, Any]):
     scale = lambda *sizes: None if dtype.itemsize > 1 else shape(sizes, jnp.float32)  # noqa: E731
     x, dout = shape((m, chosen.k), dtype), shape((m, chosen.n), dtype)
     weight = shape((e, chosen.k, columns), dtype)
+    saved = shape((m, chosen.k), jnp.bfloat16)
     operands = {
         "dlhs": (Scaled(dout, scale(m, 1)), Scaled(weight)),
+        "gated_grad": (Scaled(dout, scale(m, 1)), Scaled(weight), saved, saved),
         "tgmm": (Scaled(x), Scaled(dout, scale(1, chosen.n))),
     }.get(chosen.product, (Scaled(x, scale(m, 1)), Scaled(weight, scale(e, 1, columns))))
     run = functools.partial(_run, chosen.product, e, tile)
     return run, (*operands, shape((e,), jnp.int32))
 
 
-def _run(product, experts, tile, lhs, rhs, sizes):
+def _run(product, experts, tile, lhs, rhs, *others):
+    *saved, sizes = others
     settings = {"out_dtype": jnp.bfloat16, "tiles": tile}
     if product == "tgmm":
         return pallas_tpu.tgmm(lhs, rhs, sizes, 0, num_local_groups=experts, **settings)
     if product == "gated":
         return pallas_tpu.gated_gmm(lhs, rhs, sizes, 0, **settings)
+    if product == "gated_grad":
+        return pallas_tpu.gated_gmm_grad(lhs, rhs, *saved, sizes, 0, **settings)
     return pallas_tpu.gmm(lhs, rhs, sizes, 0, transpose_rhs=product == "dlhs", **settings)
 
 
@@ -168,7 +180,7 @@ def _column_tiles(case: Case) -> int:
     tile = _tile(case)
     if isinstance(tile, TgmmTiles):
         return case.k // tile.k * (case.n // tile.n)
-    return (case.k if case.product == "dlhs" else case.n) // tile.columns
+    return (case.n if case.product in ("gmm", "gated") else case.k) // tile.columns
 
 
 def _cost(case: Case, report: Report) -> dict[int, list[int]]:
@@ -189,7 +201,7 @@ def _moved(case: Case, rows: int) -> int:
     if isinstance(tile, TgmmTiles):
         return rows * (tile.k + tile.n) * size + tile.k * tile.n * 2
     weight = tile.contracted * tile.columns * case.parts * size
-    return weight + rows * (tile.contracted * size + tile.columns * 2)
+    return weight + rows * (tile.contracted * size + tile.columns * 2 * case.streams)
 
 
 def _least_bytes(case: Case) -> int:
@@ -199,9 +211,9 @@ def _least_bytes(case: Case) -> int:
     out = case.rows * case.n
     if case.product == "tgmm":
         return (x + out) * size + weight * 2
-    if case.product == "dlhs":
+    if case.product in ("dlhs", "gated_grad"):
         x, out = out, x
-    return (weight + x) * size + out * 2
+    return (weight + x) * size + out * 2 * case.streams
 
 
 def _call_cycles(case: Case, cost, report: Report, sizes) -> float:

@@ -92,7 +92,8 @@ class Limits:
 class Gmm:
     """What the choice depends on; `columns` of one output, `parts` matrices side by side.
 
-    `lhs`, `rhs` and `out` are names of dtypes.
+    `lhs`, `rhs` and `out` are names of dtypes. `streams` counts the results, and the arrays of
+    their size that the epilogue reads.
     """
 
     chip: str
@@ -104,7 +105,7 @@ class Gmm:
     rhs: str
     out: str
     parts: int = 1
-    outputs: int = 1
+    streams: int = 1
     k_block: int | None = None
     product: Product = "gmm"
 
@@ -241,14 +242,16 @@ def gmm_vmem(call: Gmm, tiles: GmmTiles) -> int:
     """Bytes of VMEM: two buffers of each window, and the scratch."""
     lhs, rhs, out = (_bytes(t) for t in (call.lhs, call.rhs, call.out))
     windows = tiles.rows * call.k * lhs + call.parts * call.k * tiles.columns * rhs
-    windows += call.outputs * tiles.rows * tiles.columns * out
-    scratch = BLOCK * (2 * call.outputs * tiles.columns + call.columns) * out
+    windows += call.streams * tiles.rows * tiles.columns * out
+    scratch = BLOCK * (2 * call.streams * tiles.columns + call.columns) * out
     if call.k_block:
         blocks = call.k // call.k_block
         windows += (tiles.rows * _up(blocks, LANES) + call.parts * blocks * tiles.columns) * 4
         scratch += (
             (call.parts + 2) * tiles.rows * tiles.columns * 4
         )  # totals, and values to be added
+    if call.parts * call.streams > 1:  # products that wait for their epilogue
+        scratch += min(tiles.rows, 2 * CHUNK) * tiles.columns * 4
     scratch += 2 * (tiles.rows + LANES) * LANES * 4
     scratch += call.experts * call.parts * call.columns * 4 + call.rows * 8
     return 2 * windows + scratch + MIB
@@ -268,7 +271,7 @@ def gmm_cycles(call: Gmm, tiles: GmmTiles) -> float:
     columns = call.parts * tiles.columns
     matrix = _gmm_row_cycles(call, tiles.columns)
     weight = call.k * columns * _bytes(call.rhs)
-    row = call.k * _bytes(call.lhs) + call.outputs * tiles.columns * _bytes(call.out)
+    row = call.k * _bytes(call.lhs) + call.streams * tiles.columns * _bytes(call.out)
     total = 0.0
     for rows, steps in _group_samples(call, tiles):
         compute = sum(max(b, PUSH) * matrix + FILL_AND_DRAIN + STEP["gmm"] for b in steps)
@@ -329,7 +332,8 @@ def _gmm_candidates(call: Gmm) -> Iterator[GmmTiles]:
 
 def _gmm_tiles(call: Gmm, rows: int, columns: int) -> GmmTiles:
     code = buckets(rows, CODE_CYCLES / _gmm_row_cycles(call, columns))
-    return GmmTiles(rows, columns, call.k, code, CHUNK if call.parts > 1 else None)
+    chunk = CHUNK if call.parts * call.streams > 1 else None
+    return GmmTiles(rows, columns, call.k, code, chunk)
 
 
 def _tgmm_candidates(call: Tgmm) -> Iterator[TgmmTiles]:
