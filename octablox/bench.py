@@ -142,7 +142,7 @@ _COLUMNS = (
 
 def _print(rows: list[dict[str, Any]]) -> None:
     chip = CHIPS[rows[0]["chip"]]
-    title = f"{chip.name}, tiles by the cycles of a call with routed rows; HBM gives {chip.hbm}"
+    title = f"{chip.name}, by the cycles of a call with routed rows; HBM gives {chip.hbm} B a cycle"
     table = Table(title=title, title_justify="left", box=None)
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in ("gemm", "product") else "right")

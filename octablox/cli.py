@@ -145,7 +145,11 @@ VERBS = {
         "octablox compile model_name=deepseek2-16b compile_topology=tpu7x:2x2x2",
         _compile_help,
     ),
-    "bench": Verb(bench, "octablox bench gmm --static --chip=tpu7x model_name=deepseek3-671b ..."),
+    "bench": Verb(
+        bench,
+        "octablox bench gmm --static --chip=v6e --gemm=down --product=dlhs --candidates=3 "
+        "--json=FILE model_name=deepseek2-16b",
+    ),
 }
 
 

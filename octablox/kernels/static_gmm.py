@@ -186,11 +186,11 @@ def _column_tiles(case: Case) -> int:
 def _cost(case: Case, report: Report) -> dict[int, list[int]]:
     """Cycles of the pieces for each bucket; those of one differ in what they add up."""
     tile = _tile(case)
-    row = case.k * case.n * case.parts // _column_tiles(case)
     cost: dict[int, list[int]] = {}
+    # How many vmatmuls a row takes depends on the chip and on padding: the longest piece tells.
+    per_row = max(piece.matmuls for piece in report.schedule.pieces) / tile.rows
     for piece in report.schedule.pieces:
-        work = macs(case.chip, piece)
-        bucket = min(tile.buckets, key=lambda b: abs(b * row - work))
+        bucket = min(tile.buckets, key=lambda b: abs(b * per_row - piece.matmuls))
         cost.setdefault(bucket, []).append(piece.cycles)
     return cost
 
