@@ -47,7 +47,7 @@ CHIPS = {
     for chip in (
         Chip("v5e", "TPU v5 lite", 116 * MIB, _macs(65536, 65536, 131072), 128, 540),
         Chip("v5p", "TPU v5", 58 * MIB, _macs(65536, 65536, 131072), 128, 790),
-        Chip("v6e", "TPU v6 lite", 116 * MIB, _macs(131072, 131072, 262144), 256, 940),
+        Chip("v6e", "TPU v6 lite", 116 * MIB, _macs(262144, 262144, 524288), 256, 940),
         Chip("tpu7x", "TPU7x", 61 * MIB, _macs(262144, 524288, 262144), 256, 1680),
     )
 }
