@@ -22,6 +22,7 @@ LAYERS = [
     ["octablox.config", "octablox.presets."],
     ["octablox.train.", "octablox.show"],
     ["octablox.aot."],
+    ["octablox.bench"],
     ["octablox.cli"],
     ["octablox.__main__"],
 ]
