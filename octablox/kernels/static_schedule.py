@@ -95,6 +95,7 @@ def compile_for(chip: str, target: str, argument: dict, timeout: float = 900) ->
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
         flags += f"--xla_jf_emit_annotations=true --xla_jf_dump_llo_pass_label_regex={_PASSES}"
         env = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        env |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # what is loaded has no schedule
         env |= {"LIBTPU_INIT_ARGS": flags, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
         out = Path(folder) / "report.json"
         work = json.dumps([chip, target, argument, str(out)])
