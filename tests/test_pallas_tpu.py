@@ -39,9 +39,24 @@ def test_gmm_of_many_tiles(transpose_rhs):
         test_kernels.test_gmm(BACKEND, transpose_rhs, ALIGNED)
 
 
-def test_tgmm_of_many_tiles():
+@pytest.mark.parametrize("out", [np.float32, BF16])
+def test_tgmm_of_many_tiles(out):
+    """Sums that go on from tile to tile, in the window and, of bfloat16, in what it cannot hold."""
     with tiny(128):
-        test_kernels.test_tgmm(BACKEND, Case(160, 256, 256, E4M3, E5M2, None, (1, 1, None)))
+        case = Case(160, 256, 256, E4M3, E5M2, None, (1, 1, None), out)
+        test_kernels.test_tgmm(BACKEND, case)
+
+
+def test_a_long_bfloat16_sum_is_as_good_as_float32():
+    """Ten tiles: rounded to bfloat16 after each, the sum would be 1% off."""
+    rng = np.random.default_rng(5)
+    x, dout = (Scaled(rng.normal(size=(640, 128)).astype(E4M3)) for _ in range(2))
+    got = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        run = functools.partial(pallas_tpu_interpret.tgmm, num_local_groups=1, out_dtype=dtype)
+        with tiny(128):
+            got.append(np.asarray(jax.jit(run)(x, dout, jnp.array([640]), 0), np.float64))
+    assert reference.relative_error(got[1], got[0].astype(BF16).astype(np.float64)) < 1e-3
 
 
 def test_tgmm_folds_the_last_rows_of_a_group():
