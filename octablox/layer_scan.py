@@ -230,16 +230,19 @@ class _Forward(_Turns):
     def _turn(self, turn, carry):
         stages, stage = self.layer.stages, self.layer.stages[turn.stage]
         if self._keep and turn.stage == 0 and not stage.save:
-            self.kept[_key(turn, "input")] = self.layer.pack(carry)
+            self._hold(stage, _key(turn, "input"), self.layer.pack(carry))
         inputs = self.read(stage), self.contexts[turn.micro_batch], self.enter(stage.chain, carry)
         if self._keep and stage.save:
             output, pull = _stage_vjp(stage, *inputs)
-            self.kept[_key(turn)] = _without(pull, inputs[:2])
+            self._hold(stage, _key(turn), _without(pull, inputs[:2]))
             if turn.stage + 1 < len(stages) and not stages[turn.stage + 1].save:
-                self.kept[_key(turn, "output")] = self.layer.pack(output)
+                self._hold(stage, _key(turn, "output"), self.layer.pack(output))
         else:
             output = stage.fn(*inputs)
         return self.leave(stage.chain, output)
+
+    def _hold(self, stage, key, tree):
+        self.kept[key] = jax.device_put(tree, jax.memory.Space.Host) if stage.offload else tree
 
 
 class _Backward(_Turns):
@@ -278,13 +281,18 @@ class _Backward(_Turns):
                 self._weight_grads[name] = jax.tree.map(zeros, weight)
         return self._weight_grads
 
+    def _held(self, stage, key):
+        kept = self._kept[key]
+        return jax.device_put(kept, jax.memory.Space.Device) if stage.offload else kept
+
     def _again(self, turn):
         stage = self.layer.stages[turn.stage]
         before = Turn(turn.stage - 1, turn.micro_batch)
         if turn.stage == 0:
-            carry = self.layer.unpack(self._kept[_key(turn, "input")])
+            carry = self.layer.unpack(self._held(stage, _key(turn, "input")))
         elif self.layer.stages[before.stage].save:
-            carry = self.layer.unpack(self._kept[_key(before, "output")])
+            kept = self._held(self.layer.stages[before.stage], _key(before, "output"))
+            carry = self.layer.unpack(kept)
         else:
             carry = self._ran[before][0]
         carry = self.enter(stage.chain, carry)
@@ -295,7 +303,7 @@ class _Backward(_Turns):
         stage = self.layer.stages[turn.stage]
         if stage.save:
             known = self.read(stage), self.contexts[turn.micro_batch]
-            pull = _restored(self._kept[_key(turn)], known)
+            pull = _restored(self._held(stage, _key(turn)), known)
         else:
             pull = self._ran[Turn(turn.stage, turn.micro_batch)][1]
         weight_grads, grad = pull(self.enter(stage.chain, grad))

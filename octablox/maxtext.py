@@ -100,9 +100,9 @@ INSTEAD: dict[str, str] = {
     "custom_mesh*": "ici_data_parallelism, ici_fsdp_parallelism and ici_expert_parallelism",
     "mesh_axes": "ici_data_parallelism, ici_fsdp_parallelism and ici_expert_parallelism",
     "logical_axis_rules": "expert_sharding=expert or expert_sharding=width",
-    "decoder_layer_input": "remat_policy=full, minimal or none",
-    "mlpw*": "remat_policy=full, minimal or none",
-    "moe_mlpw*": "remat_policy=full, minimal or none",
+    "decoder_layer_input": "remat_policy=full, minimal, minimal_offloaded or none",
+    "mlpw*": "remat_policy=full, minimal, minimal_offloaded or none",
+    "moe_mlpw*": "remat_policy=full, minimal, minimal_offloaded or none",
 }
 
 # (key, value) -> what to write instead
@@ -118,7 +118,7 @@ VALUES: dict[tuple[str, str], str] = {
     ("quantization", "fp8"): "quantization=fp8_full",
     ("quantization", "fp8_gpu"): "quantization=fp8_full",
     ("quantization", "fp8_nanoo"): "quantization=fp8_full",
-    ("remat_policy", "custom"): "remat_policy=full, minimal or none",
+    ("remat_policy", "custom"): "remat_policy=full, minimal, minimal_offloaded or none",
     ("n_routing_groups", "-1"): "n_routing_groups=1, which is no groups",
     ("topk_routing_group", "-1"): "topk_routing_group=1 with n_routing_groups=1",
     ("eval_steps", "-1"): "eval_steps=8, the batches of one evaluation",

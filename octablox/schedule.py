@@ -43,10 +43,11 @@ class ScheduleConfig(pydantic.BaseModel):
         description="micro-batches of a batch; 0: 2 with the batch-split schedule, else 1. "
         "More than 1 without it runs the same micro-batches one after the other",
     )
-    remat_policy: Literal["full", "minimal", "none"] = pydantic.Field(
+    remat_policy: Literal["full", "minimal", "minimal_offloaded", "none"] = pydantic.Field(
         "minimal",
         description="what the backward pass keeps: full only each layer's input, minimal also the "
-        "dispatched rows (no dispatch runs twice), none recomputes nothing",
+        "dispatched rows (no dispatch runs twice), minimal_offloaded the same in the host's "
+        "memory, none recomputes nothing",
     )
 
     @property
@@ -66,6 +67,8 @@ class Stage:
       chain: what the stage mostly uses, the chips or the network.
       save: whether its vjp's residuals are kept (its output too where the next stage starts
         from it); otherwise it runs again in the backward pass, from the nearest kept carry.
+      offload: whether what is kept of it, or the carry that enters it as the first stage, waits
+        for the backward pass in the host's pinned memory.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Stage:
     weights: tuple[str, ...]
     chain: Literal["compute", "communication"] = "compute"
     save: bool = False
+    offload: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

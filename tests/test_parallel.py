@@ -11,7 +11,7 @@ import tiny_model
 from octablox.fp8 import RECIPES
 from octablox.train.step import Trainer
 
-POLICIES = "full", "minimal", "none"
+POLICIES = "full", "minimal", "minimal_offloaded", "none"
 SHARDINGS = "expert", "width"
 # Blocks of 128 must fit the shards of F under width sharding.
 WIDTH = {1: 128, 2: 256, 4: 512}
@@ -28,7 +28,7 @@ DEFAULT_SPLITS = [
     ("fp8_full", "minimal", 2, "expert", 4),
     ("fp8_tensorwise", "full", 2, "width", 2),
     ("fp8_blockwise", "none", 2, "width", 2),
-    ("mxfp8", "minimal", 2, "expert", 2),
+    ("mxfp8", "minimal_offloaded", 2, "expert", 2),
     ("int8", "none", 2, "expert", 2),
 ]
 EVERY_SPLIT = [

@@ -142,6 +142,24 @@ def test_orders_give_the_same_bits(save, order):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@ORDERS
+def test_what_is_kept_may_wait_in_the_hosts_memory(order):
+    """The same bits; and each kept array goes there and comes back."""
+    weights, xs, contexts = data()
+    layer = layer_of(order, SAVES["minimal"])
+    away = tuple(dataclasses.replace(stage, offload=True) for stage in layer.stages)
+    layer = dataclasses.replace(layer, stages=away)
+    total = lambda weights, xs: sum(  # noqa: E731
+        jnp.sum(x**2) for x in run_layers(layer, weights, contexts, xs)
+    )
+    value_and_grad = jax.value_and_grad(total, argnums=(0, 1))
+    got = jax.device_get(jax.jit(value_and_grad)(weights, xs))
+    jax.tree.map(np.testing.assert_array_equal, got, value_and_grads(order, SAVES["minimal"]))
+    text = str(jax.make_jaxpr(value_and_grad)(weights, xs))
+    kept = [shape for shape in kept_shapes(order, SAVES["minimal"]) if len(shape) > 1]
+    assert text.count("Host") >= len(kept) and text.count("Space.Device") >= len(kept)
+
+
 @pytest.mark.parametrize("order", ["batch split", "carried"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_any_number_of_micro_batches(micro_batches, order):

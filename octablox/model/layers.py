@@ -98,14 +98,15 @@ def dense_layer(settings: Settings) -> Layer:
 def moe_layer(settings: Settings) -> Layer:
     """Stages of a layer with experts."""
     policy = settings.schedule.remat_policy
-    none, minimal = policy == "none", policy in ("none", "minimal")
+    none, minimal = policy == "none", policy != "full"
+    offload = policy == "minimal_offloaded"
     moe = _MoeStages(settings)
     shared = ("shared",) if settings.moe.shared_experts else ()
     probes = "health", "overflow"
     stages = (
-        _attention_stage(settings, none),
+        _attention_stage(settings, none, offload),
         Stage("route", moe.route, ("router",), save=none),
-        Stage("dispatch", moe.dispatch, ("health",), "communication", save=minimal),
+        Stage("dispatch", moe.dispatch, ("health",), "communication", minimal, offload),
         Stage("experts", moe.experts, ("gate_up", "down", *probes, *shared), save=none),
         # Linear: it keeps nothing.
         Stage("combine", moe.combine, (), "communication", save=True),
@@ -251,7 +252,7 @@ def swiglu(weights: dict[str, jax.Array], x: Float[Array, "*N D"]) -> Float[Arra
     return (jax.nn.silu(gate) * up) @ weights["down"]
 
 
-def _attention_stage(settings, save):
+def _attention_stage(settings, save, offload=False):
     def attend(weights, context, carry):
         x = carry["x"]
         rotation = context["cos"], context["sin"]
@@ -260,7 +261,7 @@ def _attention_stage(settings, save):
         )
         return {"x": x + update}
 
-    return Stage("attention", attend, ("attention",), save=save)
+    return Stage("attention", attend, ("attention",), save=save, offload=offload)
 
 
 def _first_expert(moe):
