@@ -76,7 +76,7 @@ def test_initial_values_are_normal():
     assert abs((w**3).mean()) < 4 * np.sqrt(15 / n)
     assert abs((w**4).mean() - 3) < 4 * np.sqrt(96 / n)
     assert np.isfinite(w).all() and 4 < np.abs(w).max() < 6
-    assert len(np.unique(w)) > 0.97 * n  # of 2^23 quantiles
+    assert len(np.unique(w)) > 0.97 * n
     # Neighbours, rows and columns are independent: no pattern of the hash is seen.
     for shift in ((0, 1), (1, 0), (1, 1), (2, 0), (0, 2), (0, 256), (256, 0)):
         assert abs(correlation(w, np.roll(w, shift, (0, 1)))) < 4 / np.sqrt(n), shift
