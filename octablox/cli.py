@@ -27,7 +27,7 @@ STARTED = time.monotonic()  # about when the program was launched
 def train(args: Sequence[str]) -> int:
     """Trains a model, or resumes the run that `run_name` names."""
     resolved = _load(args)
-    _refuse_topology(resolved, "train")
+    _refuse_topology(resolved)
     _check_devices(resolved, _join_hosts(resolved))
     from octablox.train import loop
 
@@ -39,8 +39,7 @@ def show(args: Sequence[str]) -> int:
     """Prints what the settings come to: mesh, parameters, FLOPs and GEMMs; --json for programs."""
     as_json = "--json" in args
     resolved = _load([arg for arg in args if arg != "--json"])
-    _refuse_topology(resolved, "show")
-    device_count = _check_devices(resolved)
+    device_count = _described_devices(resolved) or _check_devices(resolved)
     from octablox import show as report
 
     with report.described_chip(resolved.config), _tile_limits(resolved):
@@ -248,12 +247,25 @@ def _load(args: Sequence[str]) -> "Resolved":
     return config.load(args)
 
 
-def _refuse_topology(resolved: "Resolved", verb: str) -> None:
+def _refuse_topology(resolved: "Resolved") -> None:
     topology = resolved.config.target.compile_topology
     if topology:
         raise UserError(
-            f"compile_topology={topology} is for octablox compile; leave it out to {verb}"
+            f"compile_topology={topology} is for octablox compile and show; leave it out to train"
         )
+
+
+def _described_devices(resolved: "Resolved") -> int:
+    """Devices of `compile_topology`, on which the mesh must fit; 0 without that key."""
+    target = resolved.config.target
+    if not target.compile_topology:
+        return 0
+    from octablox import checks
+    from octablox.aot.chips import parse_topology
+
+    topology = parse_topology(target.compile_topology, max(target.compile_topology_num_slices, 1))
+    checks.check_devices(resolved.config, topology.devices, topology.slices)
+    return topology.devices
 
 
 def _join_hosts(resolved: "Resolved") -> int:

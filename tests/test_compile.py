@@ -78,12 +78,21 @@ def test_what_cannot_be_compiled_is_one_line_and_exit_2(args, line, capsys):
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("verb", ["train", "show"])
-def test_other_verbs_refuse_a_topology(verb, capsys):
-    assert cli.main([verb, "model_name=tiny", "compile_topology=tpu7x:2x2x1"]) == 2
+def test_train_refuses_a_topology(capsys):
+    assert cli.main(["train", "model_name=tiny", "compile_topology=tpu7x:2x2x1"]) == 2
     assert capsys.readouterr().err == (
-        f"error: compile_topology=tpu7x:2x2x1 is for octablox compile; leave it out to {verb}\n"
+        "error: compile_topology=tpu7x:2x2x1 is for octablox compile and show; "
+        "leave it out to train\n"
     )
+
+
+def test_show_shows_a_topology(capsys):
+    """Its devices, and its chip's kernels; without libtpu."""
+    keys = "model_name=deepseek2-16b", "compile_topology=tpu7x:2x2x2", "quantization=fp8_full"
+    assert cli.main(["show", "--json", *keys, "ici_expert_parallelism=4"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 4}
+    assert {gemm["backend"] for gemm in report["gemms"]} == {"pallas_tpu"}
 
 
 def test_a_missing_libtpu_is_one_line(monkeypatch):
