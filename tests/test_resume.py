@@ -165,7 +165,6 @@ def test_onto_another_mesh(copied, whole, capsys):
     assert list(found) == list(expected)
     # bfloat16 sums in another order; one step changes the loss by more than this.
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=3e-3)
-    assert found[6] != expected[6]
 
 
 def test_a_finished_run_says_so_and_goes_on_with_more_steps(whole, tmp_path, capsys, compiled):
