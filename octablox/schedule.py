@@ -61,7 +61,7 @@ class Stage:
     """A pure function `fn(weights, context, carry) -> carry` and how its backward gets its inputs.
 
     Attributes:
-      name: shown in traces.
+      name: what errors call it.
       fn: the function. `context` (positions, masks) is never differentiated.
       weights: keys of the layer's weights that it reads.
       chain: what the stage mostly uses, the chips or the network.
