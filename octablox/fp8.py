@@ -204,6 +204,21 @@ RECIPES = {
 }
 
 
+# Of gradients that cross the `expert` axis in 8 bits.
+WIRE_GRAD = Cast(dtype=_E5M2, tile=(1, None))
+
+
+def wire_cast(recipe: Recipe) -> Cast:
+    """The cast of tokens that cross the `expert` axis in 8 bits.
+
+    It is the recipe's own cast of activations, so that nothing is rounded twice, where its scales
+    are those of single rows; else one e4m3 scale for each row.
+    """
+    if recipe.act and recipe.act.tile[0] == 1:
+        return recipe.act
+    return Cast(dtype=_E4M3, tile=(1, None))
+
+
 class QuantizationConfig(pydantic.BaseModel):
     """The recipe by name (or a YAML file), and the calibration of each kind of operand."""
 

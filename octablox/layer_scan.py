@@ -99,7 +99,7 @@ class _Stack:
             done = [s(g) for s, g in self._scatters(shards, n, turns.weight_grads())]
             return (grads, travelled, later, self._put(total, done, n)), None
 
-        total = jax.tree.map(lambda a: vary_like((a,), jnp.zeros(a.shape, a.dtype)), shards)
+        total = _zeros_like(shards)
         last = self._gathered(shards, self.length - 1) if self.ahead else None
         later = self._zero_grads(last) if self.ahead else None
         # The first turn scatters zeros as the last layer's gradient, which the second overwrites.
@@ -134,8 +134,7 @@ class _Stack:
         return {k: v for group in travelled for k, v in self.layer.unpack(group).items()}
 
     def _zero_grads(self, travelled):
-        floats = split_by_gradient(self._weights(travelled))[0]
-        return jax.tree.map(lambda a: vary_like((a,), jnp.zeros(a.shape, a.dtype)), floats)
+        return _zeros_like(split_by_gradient(self._weights(travelled))[0])
 
     def _scatters(self, shards, n, weight_grads):
         """For each group, how its gradients become those of its shards, and the gradients."""
@@ -275,10 +274,9 @@ class _Backward(_Turns):
 
     def weight_grads(self):
         """Of every weight, zeros of those that no stage reads."""
-        zeros = lambda a: vary_like((a,), jnp.zeros(a.shape, a.dtype))  # noqa: E731
         for name, weight in split_by_gradient(self.weights)[0].items():
             if name not in self._weight_grads:
-                self._weight_grads[name] = jax.tree.map(zeros, weight)
+                self._weight_grads[name] = _zeros_like(weight)
         return self._weight_grads
 
     def _held(self, stage, key):
@@ -320,6 +318,11 @@ def _pick(tree, names):
 
 def _key(turn, of="residuals"):
     return f"{of} of {turn.stage}.{turn.micro_batch}"
+
+
+def _zeros_like(tree):
+    """Zeros that vary over the mesh as the arrays of `tree` do."""
+    return jax.tree.map(lambda a: vary_like((a,), jnp.zeros(a.shape, a.dtype)), tree)
 
 
 def _add(a, b):

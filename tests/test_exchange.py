@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tiny_model
 
+from octablox import fp8
 from octablox.fp8 import RECIPES
-from octablox.moe import exchange, overflow
+from octablox.moe import overflow
 
 # Recipes whose activations have scales of single rows: these travel, and nothing is cast twice.
 BY_ROW = "fp8_full", "fp8_blockwise", "mxfp8", "int8"
@@ -38,7 +39,7 @@ def distance(a, b):
 )
 def test_rows_in_the_recipes_own_cast_change_nothing(recipe):
     """Loss and gradients to the bit: each token is cast as its rows would have been."""
-    assert exchange.wire_cast(RECIPES[recipe]) == RECIPES[recipe].act
+    assert fp8.wire_cast(RECIPES[recipe]) == RECIPES[recipe].act
     with_it, without = run(recipe, fp8_dispatch=True), run(recipe)
     assert tiny_model.differing(with_it[:2], without[:2]) == []
     counted = [result[2]["moe_layers"]["health"] for result in (with_it, without)]

@@ -176,7 +176,7 @@ class _MoeStages:
         moe, h = self.settings.moe, carry["h"]
         gathered = exchange.gather_over_experts
         if moe.fp8_dispatch:
-            tokens = exchange.send(h, weights["health"], exchange.wire_cast(self.settings.recipe))
+            tokens = exchange.send(h, weights["health"], fp8.wire_cast(self.settings.recipe))
         else:
             tokens = gathered(h)
         order = sort_copies(gathered(carry["chosen"]), moe.num_experts, _first_expert(moe))
@@ -234,7 +234,7 @@ class _MoeStages:
         tokens = dispatch(of["tokens"], order)
         kernel = _kernel(self.settings)
         recipe = self.settings.recipe
-        if isinstance(tokens, Quantized) and exchange.wire_cast(recipe) != recipe.act:
+        if isinstance(tokens, Quantized) and fp8.wire_cast(recipe) != recipe.act:
             tokens = exchange.dequantized(tokens)
         mix = weights_of_rows(of["mix"], order)
         health = of["weights"]["health"]

@@ -15,26 +15,13 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float
 
 from octablox import fp8
-from octablox.fp8 import Cast, Quantized, Recipe
+from octablox.fp8 import Cast, Quantized
 from octablox.mesh import vary
-
-_GRAD_CAST = Cast(dtype="float8_e5m2", tile=(1, None))
 
 
 def gather_over_experts(x: jax.Array) -> jax.Array:
     """`x` [t, ...] of all devices of the axis, [T, ...]; its transpose sums and scatters."""
     return lax.all_gather(vary(x), "expert", tiled=True)
-
-
-def wire_cast(recipe: Recipe) -> Cast:
-    """The cast of tokens that travel in 8 bits.
-
-    It is the recipe's own cast of activations, so that nothing is rounded twice, where its scales
-    are those of single rows; else one e4m3 scale for each row.
-    """
-    if recipe.act and recipe.act.tile[0] == 1:
-        return recipe.act
-    return Cast(dtype="float8_e4m3fn", tile=(1, None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -87,7 +74,7 @@ def _receive_backward(quantize_grad, residuals, grad):
     del residuals
     if not quantize_grad:
         return (gather_over_experts(grad),)
-    q = jax.tree.map(gather_over_experts, fp8.quantize(grad, _GRAD_CAST, contracted=1))
+    q = jax.tree.map(gather_over_experts, fp8.quantize(grad, fp8.WIRE_GRAD, contracted=1))
     return (fp8.dequantize(q).astype(grad.dtype),)
 
 
