@@ -11,6 +11,7 @@ rows there are: [M, K] @ [K, N], in bfloat16 and float32, the faster of the two.
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import time
@@ -31,6 +32,7 @@ from octablox.gmm import gmm
 # name: (experts, M, K, N)
 SHAPES = {
     "E8": (8, 4096, 512, 512),
+    "E8 wide": (8, 4096, 1024, 1024),
     "E16": (16, 4096, 512, 512),
     "E64": (64, 4096, 256, 256),
 }
@@ -204,16 +206,16 @@ def summary(rows):
         for recipe in RECIPE_NAMES:
             ours = [getattr(row, f"{rival}_ratio") for row in rows if row.recipe == recipe]
             yield f"  {recipe}: {geometric_mean(ours):.1f}x"
-    for recipe in RECIPE_NAMES:
-        for direction in DIRECTIONS:
-            e8 = [
-                row.dense_ratio
-                for row in rows
-                if (row.experts, row.recipe, row.direction) == (8, recipe, direction)
-            ]
+    for shape, recipe, direction in itertools.product(SHAPES, RECIPE_NAMES, DIRECTIONS):
+        ratios = [
+            row.dense_ratio
+            for row in rows
+            if (row.shape, row.recipe, row.direction) == (shape, recipe, direction)
+        ]
+        if ratios and SHAPES[shape][0] == 8:
             yield (
-                f"octablox / dense at E=8, {recipe} {direction}: geometric mean "
-                f"{geometric_mean(e8):.2f}x (target: {TARGET_DENSE}x or less)"
+                f"octablox / dense, {shape}, {recipe} {direction}: geometric mean "
+                f"{geometric_mean(ratios):.2f}x (target: {TARGET_DENSE}x or less)"
             )
 
 

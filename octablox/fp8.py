@@ -485,7 +485,7 @@ def quantize_weight(
             )
     counted = [(0, size) for size in w.shape]
     tile = tiles(cast, w.shape, 1, parts)
-    w = _pad(as_varying(w).astype(jnp.float32), tile)
+    w = _pad(as_varying(w), tile)
     e, k, n = (size // t for size, t in zip(w.shape, tile, strict=True))
     blocks = w.reshape(e, k, tile[1], n, tile[2])
     spanned = _spanned_axes(cast, 3, 1, axes)
@@ -493,12 +493,14 @@ def quantize_weight(
     if kind == "fixed":
         amax = jnp.full((1, 1, 1), number, jnp.float32)
     elif kind == "rms":
-        total = jnp.sum(jnp.square(blocks), (2, 4))
+        total = jnp.sum(jnp.square(blocks.astype(jnp.float32)), (2, 4))
         amax = jnp.sqrt(_mean(total, tile, counted, spanned)) * number
     else:
-        amax = _pmax(jnp.max(jnp.abs(blocks), (2, 4)), spanned) * number
+        # The largest is exact in any dtype: XLA:CPU would write a float32 copy of a bfloat16 weight.
+        largest = jnp.max(jnp.abs(blocks), (2, 4)).astype(jnp.float32)
+        amax = _pmax(largest, spanned) * number
     scale = _safe_scale(amax / _scale_bound(cast.dtype), cast)
-    return _scaled_down(w, scale, cast.dtype)
+    return _scaled_down(w.astype(jnp.float32), scale, cast.dtype)
 
 
 def shards_hold_whole_blocks(shard_size: int, block: int | None) -> bool:

@@ -65,6 +65,7 @@ CASES = {
     "blocks": Case(520, 64, 96, E4M3, E4M3, (1, 32), (1, 32, 32)),
     "blocks and channels": Case(96, 64, 40, E4M3, E5M2, (1, 16), (1, 1, None)),
     "blocks of rows": Case(96, 32, 64, E4M3, E4M3, (32, 32), (1, 32, 1)),
+    "large row tiles": Case(2085, 24, 20, E4M3, E4M3, (1, None), (1, 1, None)),
     "int8": Case(260, 31, 17, INT8, INT8, (1, None), (1, 1, None)),
     "weight only": Case(70, 32, 48, BF16, E4M3, None, (1, 16, 16)),
 }
