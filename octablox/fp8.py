@@ -496,7 +496,7 @@ def quantize_weight(
         total = jnp.sum(jnp.square(blocks.astype(jnp.float32)), (2, 4))
         amax = jnp.sqrt(_mean(total, tile, counted, spanned)) * number
     else:
-        # The largest is exact in any dtype: XLA:CPU would write a float32 copy of a bfloat16 weight.
+        # Exact in any dtype, and XLA:CPU would write a float32 copy of a bfloat16 weight.
         largest = jnp.max(jnp.abs(blocks), (2, 4)).astype(jnp.float32)
         amax = _pmax(largest, spanned) * number
     scale = _safe_scale(amax / _scale_bound(cast.dtype), cast)
