@@ -366,6 +366,25 @@ def test_another_kernel_counts_what_it_declares_or_is_named():
     assert schedule.notes == ("kernels whose FLOPs are not known count by their bytes: mystery",)
 
 
+def test_attention_counts_the_blocks_up_to_the_diagonal_at_its_share_of_the_peak():
+    """4 heads of 2,048 tokens, keys 192 wide, values 128: 3 of 4 blocks of 1,024 x 1,024."""
+    entry = """\
+  %q = bf16[4,2048,192]{2,1,0} parameter(0)
+  %k = bf16[4,2048,192]{2,1,0} parameter(1)
+  %v = bf16[4,2048,128]{2,1,0} parameter(2)
+  %ids = s32[2048,128]{1,0} parameter(3)
+  ROOT %f = bf16[4,2048,128]{2,1,0} custom-call(%ids, %q, %k, %v), \
+custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/vmap(splash_mha_KIND)/pallas_call"}"""
+    for kind, widths, share in (
+        ("fwd_segmented", 192 + 128, 0.27),
+        ("dkv_segmented", 3 * 192 + 2 * 128, 0.46),
+    ):
+        schedule = read(hm.module(entry.replace("KIND", kind)))
+        flops = 2 * 4 * 3 * 1024**2 * widths
+        assert schedule.flops == {"bf16": flops} and not schedule.notes
+        assert schedule.seconds == pytest.approx(flops / CHIP.flops["bf16"] / share)
+
+
 def test_traffic_of_slices_is_that_of_the_slice():
     fused = """\
 %sliced (big: f32[26,64,64], i: s32[]) -> f32[64,64] {

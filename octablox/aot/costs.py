@@ -7,6 +7,7 @@ config gives, and K x N of the expert's matrix, which the kernel's operand gives
 """
 
 import functools
+import math
 import re
 from collections.abc import Iterable
 
@@ -21,6 +22,13 @@ _NO_TRAFFIC = frozenset(
 # What a fusion computes in passing: of what is read through it no more is read than is used.
 _PASSING = frozenset(("bitcast", "reshape", "copy", "convert"))
 _SLICES = ("dynamic-slice", "slice", "gather")
+
+
+# Splash attention's kernels, by the beginning of their names: products that contract or produce a
+# head's key width, those of its value width, and the share of the bf16 peak that blocks of 1,024
+# queries by 1,024 keys reach in the kernel's schedule for TPU7x.
+_ATTENTION = {"splash_mha_fwd": (1, 1, 0.27), "splash_mha_dkv": (3, 2, 0.46)}
+_ATTENTION_BLOCK = 1024
 
 
 class Costs:
@@ -43,7 +51,7 @@ class Costs:
         if expert:
             return expert
         if instruction.opcode == "custom-call" and is_kernel(instruction):
-            return self._kernel(instruction)
+            return self._kernel(computation, instruction)
         if instruction.opcode in ("convolution", "dot"):
             left, right = computation.operands(instruction)[:2]
             count = _convolution if instruction.opcode == "convolution" else _dot
@@ -83,12 +91,29 @@ class Costs:
         kind = _kind(*wide[:2]) if len(wide) >= 2 else "bf16"
         return {kind: 2.0 * self._expert_rows * matrix.dims[-1] * matrix.dims[-2]}
 
-    def _kernel(self, instruction: Instruction) -> dict[str, float]:
-        """FLOPs as another Pallas kernel declares them by its `cost_estimate`."""
+    def _kernel(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
+        """FLOPs of attention's kernels; else as a Pallas kernel declares by its `cost_estimate`."""
+        attention = _attention(instruction)
+        if attention:
+            return {"bf16": self._attention_flops(computation, instruction, *attention[:2])}
         declared = instruction.attribute(r'"cost_estimate":\{"flops":"?(\d+)')
         if not declared:
             self.unknown_kernels.add(re.sub(r"[._]*\d*$", "", instruction.name))
         return {"bf16": float(declared or 0)}
+
+    def _attention_flops(self, computation, instruction, of_keys, of_values) -> float:
+        """Blocks on the diagonal count whole, blocks above it are not computed."""
+        operands = [b for o in computation.operands(instruction) for b in o.buffers]
+        heads = [b.dims for b in operands if len(b.dims) >= 3 and b.dtype in ("bf16", "f32")]
+        queries, _, values = heads[:3]
+        sequence, widths = queries[-2], of_keys * queries[-1] + of_values * values[-1]
+        seen = sequence * (sequence + min(_ATTENTION_BLOCK, sequence)) / 2
+        return 2.0 * math.prod(queries[:-2]) * seen * widths
+
+    def share_of_peak(self, instruction: Instruction) -> float:
+        """The share of the peak rate at which an instruction's FLOPs are taken to run."""
+        attention = _attention(instruction)
+        return attention[2] if attention else 1.0
 
     def traffic(self, computation: Computation, instruction: Instruction) -> dict[int, float]:
         """Bytes read and written, by memory space: `HBM` and `HOST`.
@@ -172,6 +197,13 @@ class Costs:
     def has_product(self, computation: Computation, instruction: Instruction) -> bool:
         """Whether it is, or holds, a matrix product or a kernel: what a transfer can run under."""
         return is_kernel(instruction) or bool(self.flops(computation, instruction))
+
+
+def _attention(instruction: Instruction) -> tuple[int, int, float] | None:
+    if not is_kernel(instruction):
+        return None
+    where = instruction.op_name
+    return next((how for name, how in _ATTENTION.items() if name in where), None)
 
 
 def _transfer(kind, operands, instruction) -> list[tuple[int, float]]:

@@ -321,7 +321,8 @@ class _Walk:
         if 0 < estimate < _ABSURD_SECONDS and not self._costs.expert_product(computation, one):
             return estimate
         traffic = self._costs.traffic(computation, one)[HBM] / self._chip.hbm_rate
-        return max(traffic, compute_seconds(self._costs.flops(computation, one), self._chip))
+        compute = compute_seconds(self._costs.flops(computation, one), self._chip)
+        return max(traffic, compute / self._costs.share_of_peak(one))
 
     def _trips(self, loop: Instruction) -> int:
         """A loop's length: what its condition compares the counter with."""

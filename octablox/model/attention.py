@@ -16,7 +16,9 @@ from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from octablox.errors import UserError
 from octablox.mesh import ParamSpec, norm_weight, weight
+from octablox.model import flash_attention
 from octablox.model.config import ModelConfig
 
 # Queries whose scores with all keys exist at the same time.
@@ -41,7 +43,7 @@ def specs(config: ModelConfig) -> dict[str, ParamSpec]:
         "kv_a": weight(d, config.kv_lora_rank + config.qk_rope_head_dim),
         "kv_norm": norm_weight(config.kv_lora_rank),
         "kv_b": weight(config.kv_lora_rank, kv_width, gather_dim=1),
-        "out": weight(heads * config.v_head_dim, d, gather_dim=1),
+        "out": weight(heads * config.v_head_dim, d),
     }
 
 
@@ -77,10 +79,34 @@ def attend(
     kv = split_heads(rms_norm(latent, weights["kv_norm"], eps) @ weights["kv_b"])
     k_nope, v = jnp.split(kv, [nope], axis=-1)
     q_rope, k_rope = rotate(q_rope, *rotation), rotate(k_rope[:, :, None, :], *rotation)[:, :, 0]
-    queries = q_nope, q_rope, segment_ids
-    mix = functools.partial(_mix, (k_nope, k_rope, v, segment_ids), softmax_scale(config))
-    mixed = _in_query_chunks(mix, queries)
+    scale = softmax_scale(config)
+    if _is_fused(config, x.shape[1]):
+        mixed = _fused(q_nope, q_rope, k_nope, k_rope, v, segment_ids, scale)
+    else:
+        mix = functools.partial(_mix, (k_nope, k_rope, v, segment_ids), scale)
+        mixed = _in_query_chunks(mix, (q_nope, q_rope, segment_ids))
     return mixed.reshape(*x.shape[:-1], -1) @ weights["out"]
+
+
+def _is_fused(config, sequence):
+    runs = flash_attention.runs_on_target(sequence)
+    if config.attention == "flash" and not runs:
+        raise UserError(
+            f"attention=flash: expected a TPU and max_target_length a multiple of "
+            f"{flash_attention.BLOCKS[-1]}, got {jax.devices()[0].platform} and {sequence} tokens; "
+            f"write attention=autoselected"
+        )
+    return runs and config.attention != "dot_product"
+
+
+def _fused(q_nope, q_rope, k_nope, k_rope, v, segment_ids, scale):
+    """The same as `_mix` of all queries, by the kernel, which knows one part of a head."""
+    q = jnp.concatenate([q_nope, q_rope], axis=-1)
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    shared = jnp.broadcast_to(k_rope[:, :, None, :], (*k_nope.shape[:3], k_rope.shape[-1]))
+    k = jnp.concatenate([k_nope, shared], axis=-1)
+    q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))  # [B, H, S, _]
+    return jnp.swapaxes(flash_attention.flash_attention(q, k, v, segment_ids), 1, 2)
 
 
 def _mix(keys, scale, queries, first):

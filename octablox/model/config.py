@@ -32,6 +32,10 @@ class ModelConfig(BaseModel):
     mscale: float = Field(1.0, ge=0, description="YaRN: strength of the softmax scale's growth")
     mtp_num_layers: int = Field(0, ge=0, le=1, description="multi-token prediction layers")
     mtp_loss_scaling_factor: float = Field(0.1, ge=0, description="weight of the MTP loss")
+    attention: Literal["autoselected", "dot_product", "flash"] = Field(
+        "autoselected",
+        description="flash: one fused kernel, on TPU; autoselected: that where it runs",
+    )
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="of activations")
     weight_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the stored parameters"
