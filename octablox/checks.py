@@ -56,6 +56,11 @@ def check_devices(config: Config, device_count: int, slices: int = 1) -> None:
         f"gmm_backend=ragged_dot needs all experts on each device, got an expert axis of "
         f"{axes['expert']}; write gmm_backend=auto or expert_sharding=width",
     )
+    _require(
+        moe.use_ring_of_experts or moe.expert_sharding == "expert" or axes["expert"] == 1,
+        "use_ring_of_experts=false sends tokens to the devices that hold their experts, but with "
+        "expert_sharding=width all devices do; write use_ring_of_experts=true",
+    )
     _check_blocks(config, axes["expert"])
     _check_batch(config, device_count)
 

@@ -27,7 +27,6 @@ ALWAYS: dict[str, tuple[tuple[str, ...], str]] = {
     "megablox": (("true",), "experts run as grouped matmuls"),
     "sparse_matmul": (("true",), "experts run as grouped matmuls"),
     "capacity_factor": (("-1",), "no token is ever dropped"),
-    "use_ring_of_experts": (("true",), "tokens are all-gathered over expert and reduce-scattered"),
     "use_random_routing": (("false",), "the router routes"),
     "use_tokamax_gmm": (("false",), "gmm_backend chooses the kernels"),
     "use_gmm_v2": (("false",), "gmm_backend chooses the kernels"),

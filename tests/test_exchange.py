@@ -2,13 +2,14 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 import tiny_model
 
 from octablox import fp8
 from octablox.fp8 import RECIPES
-from octablox.moe import overflow
+from octablox.moe import all_to_all, overflow
 
 # Recipes whose activations have scales of single rows: these travel, and nothing is cast twice.
 BY_ROW = "fp8_full", "fp8_blockwise", "mxfp8", "int8"
@@ -71,10 +72,74 @@ def test_casts_of_what_travels_do_not_depend_on_the_mesh(recipe, flags, sharding
         assert (expected[0]["total"] == off[0]["total"]) == (flags == ("fp8_dispatch_grad",))
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fsdp", "expert", "settings"),
+    [
+        ("bf16", 2, 4, {}),
+        (
+            "fp8_full",
+            2,
+            4,
+            {"fp8_dispatch": True, "fp8_dispatch_grad": True, "use_batch_split_schedule": True},
+        ),
+        pytest.param("bf16", 1, 8, {"use_batch_split_schedule": True}, marks=SLOW),
+        pytest.param("bf16", 2, 4, {"remat_policy": "minimal"}, marks=SLOW),
+        *(pytest.param(r, 4, 2, {"fp8_dispatch": True}, marks=SLOW) for r in BY_ROW),
+        pytest.param("fp8_tensorwise", 4, 2, {}, marks=SLOW),
+    ],
+)
+def test_all_to_all_equals_the_ring(recipe, fsdp, expert, settings):
+    """Loss and gradients: the same tokens are cast the same way, and summed in another order."""
+    settings = {"fsdp": fsdp, "expert": expert, "rows": 4, "batch": 32} | settings
+    got = run(recipe, use_ring_of_experts=False, **settings)
+    expected = run(recipe, **settings)
+    assert got[0]["total"] == pytest.approx(expected[0]["total"], rel=1e-6)
+    # What a cast makes of noise in the last bit, as among meshes.
+    assert distance(got, expected) <= (3e-6 if recipe == "bf16" else 1e-2)
+
+
+def test_slots_of_an_all_to_all():
+    """Each token once to each device of its experts, in order; back, each copy's device summed."""
+    tokens, k, devices, experts = 6, 3, 4, 8
+    chosen = np.stack(
+        [np.random.default_rng(t).permutation(experts)[:k] for t in range(devices * tokens)]
+    ).astype(np.int32)
+    x = np.arange(devices * tokens, dtype=np.float32)[:, None] + 1
+
+    def shard(chosen, x):
+        way, arrived = all_to_all.plan(chosen, experts // devices)
+        spread = way.spread(x)
+        return arrived, spread, way.collect(spread), way.order.group_sizes, way.received
+
+    mesh = tiny_model.mesh(1, 1, devices)
+    spec = jax.P(("data", "fsdp", "expert"))
+    given = jax.device_put((chosen, x), jax.NamedSharding(mesh, spec))
+    run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
+    arrived, spread, back, sizes, received = (np.asarray(a) for a in run(*given))
+    device_of = chosen // (experts // devices)
+    arrived, spread = (a.reshape(devices, devices, tokens, -1) for a in (arrived, spread))
+    for there in range(devices):
+        for source in range(devices):
+            own = range(source * tokens, (source + 1) * tokens)
+            going = [t for t in own if there in device_of[t]]
+            assert sizes.reshape(devices, devices)[source, there] == len(going)
+            assert received.reshape(devices, devices)[there, source] == len(going)
+            np.testing.assert_array_equal(spread[there, source, : len(going)], x[going])
+            np.testing.assert_array_equal(arrived[there, source, : len(going)], chosen[going])
+            # What lies in the other slots is of no expert here.
+            assert (arrived[there, source, len(going) :] // (experts // devices) != there).all()
+    visits = [[len(set(row))] for row in device_of.tolist()]
+    np.testing.assert_array_equal(back, x * visits)
+
+
 @pytest.mark.parametrize(
     ("recipe", "flags"),
     [
         ("bf16", ()),
+        pytest.param("bf16", ("all_to_all",), marks=pytest.mark.slow),
         pytest.param("fp8_full", ("fp8_dispatch",), marks=pytest.mark.slow),
         pytest.param("bf16", ("use_batch_split_schedule",), marks=pytest.mark.slow),
     ],
@@ -83,6 +148,8 @@ def test_a_buffer_that_overflows_drops_nothing(recipe, flags, monkeypatch):
     """A quarter of the mean in it, so that several windows of rows run one after the other."""
     monkeypatch.setattr(overflow, "ROW_MULTIPLE", 16)
     settings = {"fsdp": 2, "expert": 4, "rows": 4, "batch": 32} | dict.fromkeys(flags, True)
+    if settings.pop("all_to_all", False):
+        settings["use_ring_of_experts"] = False
     small = run(recipe, ragged_buffer_factor=0.5, **settings)
     whole = run(recipe, **settings)
     assert distance(small, whole) <= (3e-6 if recipe == "bf16" else 1e-2)

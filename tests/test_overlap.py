@@ -374,7 +374,7 @@ def test_attention_counts_the_blocks_up_to_the_diagonal_at_its_share_of_the_peak
   %v = bf16[4,2048,128]{2,1,0} parameter(2)
   %ids = s32[2048,128]{1,0} parameter(3)
   ROOT %f = bf16[4,2048,128]{2,1,0} custom-call(%ids, %q, %k, %v), \
-custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/vmap(splash_mha_KIND)/pallas_call"}"""
+custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/splash_mha_KIND/pallas_call"}"""
     for kind, widths, share in (
         ("fwd_segmented", 192 + 128, 0.27),
         ("dkv_segmented", 3 * 192 + 2 * 128, 0.46),

@@ -161,8 +161,8 @@ class Report:
             "the config: even load, no padding, no row computed twice, and at the peak rate",
             "an instruction takes XLA's own estimate of its cycles, else what its FLOPs or bytes "
             "need; copies between HBM and VMEM run beside",
-            "attention's kernels run at the share of the peak that their schedule for TPU7x has: 27% "
-            "forward, 46% backward",
+            "attention's kernels run at the share of the peak that their schedule for TPU7x has: "
+            "27% forward, 46% backward",
             "under compute: a matrix product stands between a transfer's start and its end. Rank "
             "by exposed time instead",
             "model FLOPs are 3 x the forward pass; MFU is of the bf16 peak",

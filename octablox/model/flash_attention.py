@@ -39,7 +39,8 @@ def flash_attention(
 
     Args:
       q: scaled queries.
-      k, v: keys and values of each head.
+      k: keys of each head.
+      v: values of each head.
       segment_ids: int32; a token sees its own segment's tokens up to itself.
       interpret: run anywhere, slowly.
     """
@@ -93,4 +94,3 @@ def _kernel(heads, sequence, interpret):
     )
     causal = masks.MultiHeadMask([masks.CausalMask((sequence, sequence))] * heads)
     return splash.make_splash_mha_single_device(causal, block_sizes=sizes, interpret=interpret)
-

@@ -25,7 +25,7 @@ from octablox.mesh import ParamSpec, gather, norm_weight, vary, weight
 from octablox.model import attention
 from octablox.model.attention import rms_norm
 from octablox.model.config import ModelConfig
-from octablox.moe import exchange, experts, router
+from octablox.moe import all_to_all, exchange, experts, router
 from octablox.moe.config import MoeConfig
 from octablox.moe.dispatch import combine, dispatch, sort_copies, weights_of_rows, window
 from octablox.moe.experts import Experts
@@ -171,15 +171,15 @@ class _MoeStages:
         return {"x": x, "h": h, "chosen": chosen, "mix": mix}
 
     def dispatch(self, weights, context, carry):
-        """Brings the tokens of the whole expert axis here, and sorts their copies."""
+        """Brings tokens of the expert axis here, and sorts their copies."""
         del context
         moe, h = self.settings.moe, carry["h"]
-        gathered = exchange.gather_over_experts
+        way, chosen = self._way(carry["chosen"])
         if moe.fp8_dispatch:
-            tokens = exchange.send(h, weights["health"], fp8.wire_cast(self.settings.recipe))
+            tokens = exchange.send(h, way, weights["health"], fp8.wire_cast(self.settings.recipe))
         else:
-            tokens = gathered(h)
-        order = sort_copies(gathered(carry["chosen"]), moe.num_experts, _first_expert(moe))
+            tokens = way.spread(h)
+        order = sort_copies(chosen, moe.num_experts, _first_expert(moe))
         rows = self._buffer_rows(h.shape[0])
         few = rows < order.copy_of_row.shape[0]
         windows = windows_for(_local_rows(order, moe), rows) if few else None
@@ -187,7 +187,8 @@ class _MoeStages:
             "x": carry["x"],
             "h": h,
             "tokens": tokens,
-            "mix": gathered(carry["mix"]),
+            "mix": way.spread(carry["mix"]),
+            "way": way,
             "order": order,
             "windows": windows,
         }
@@ -206,25 +207,38 @@ class _MoeStages:
                 "order": carry["order"],
             }
         )
-        windows = carry["windows"]
+        windows, sent = carry["windows"], {"x": x, "way": carry["way"]}
         if windows is None:
-            return {"x": x, "tokens": self._window(h.shape[0], 0, floats, others)}
+            return {**sent, "tokens": self._window(h.shape[0], 0, floats, others)}
         once = functools.partial(self._window, h.shape[0])
         tokens = sum_over_windows(once, windows, floats, others)
         overflowed = (windows > 1).astype(jnp.float32)
-        return {"x": x, "tokens": counted(tokens, weights["overflow"], vary(overflowed))}
+        return {**sent, "tokens": counted(tokens, weights["overflow"], vary(overflowed))}
 
     def combine(self, weights, context, carry):
         """Sums the results of all devices of the axis, each for its own tokens."""
         del weights, context
-        tokens = exchange.receive(carry["tokens"], self.settings.moe.fp8_dispatch_grad)
+        quantize_grad = self.settings.moe.fp8_dispatch_grad
+        tokens = exchange.receive(carry["tokens"], carry["way"], quantize_grad)
         return {"x": carry["x"] + tokens.reshape(carry["x"].shape)}
 
     def idle(self, carry):
         """A carry that `combine` turns into `carry`."""
         x = carry["x"]
-        tokens = math.prod(x.shape[:-1]) * lax.axis_size("expert")
-        return {"x": x, "tokens": vary(jnp.zeros((tokens, x.shape[-1]), x.dtype))}
+        local = math.prod(x.shape[:-1])
+        tokens = vary(jnp.zeros((local * lax.axis_size("expert"), x.shape[-1]), x.dtype))
+        k = self.settings.moe.num_experts_per_tok
+        way = exchange.Ring() if self._is_ring() else all_to_all.idle(local, k)
+        return {"x": x, "way": way, "tokens": tokens}
+
+    def _is_ring(self):
+        return self.settings.moe.use_ring_of_experts or lax.axis_size("expert") == 1
+
+    def _way(self, chosen):
+        """How tokens cross the expert axis, and the experts of those that come here."""
+        if self._is_ring():
+            return exchange.Ring(), exchange.gather_over_experts(chosen)
+        return all_to_all.plan(chosen, self.settings.moe.num_experts // lax.axis_size("expert"))
 
     def _window(self, local_tokens, n, floats, others):
         """Window n of the rows through the experts: their part of all tokens [T, D]."""

@@ -23,6 +23,11 @@ class MoeConfig(BaseModel):
     expert_sharding: Literal["expert", "width"] = Field(
         "expert", description="the dim of expert weights that the expert axis shards: E, or F"
     )
+    use_ring_of_experts: bool = Field(
+        True,
+        description="tokens go to all devices of the expert axis; false: by all-to-all, to those "
+        "that hold their experts",
+    )
     ragged_buffer_factor: float = Field(
         -1.0,
         description="rows of the buffer of dispatched rows, as a multiple of a device's mean; rows "

@@ -1,13 +1,16 @@
-"""What crosses the `expert` axis: tokens to all its devices, and their partial results back.
+"""What crosses the `expert` axis: tokens to its devices, and their partial results back.
 
-Every device of the axis gathers the tokens of all of them and computes with the experts that it
-holds ("ring of experts"); partial results are summed and scattered. On the way there tokens may
-be 8 bits with a scale for each row, and so may gradients, on theirs; sums are in the model's dtype.
+There are two ways. `Ring`: every device of the axis gathers the tokens of all of them and computes
+with the experts that it holds ("ring of experts"); partial results are summed and scattered.
+`all_to_all.AllToAll`: tokens go where their experts are. By either, tokens may be 8 bits with a
+scale for each row, and so may gradients, on theirs; sums are in the model's dtype.
 
 Shapes: t tokens of this device, T of all devices of the axis, D model width.
 """
 
+import dataclasses
 import functools
+from typing import Protocol, runtime_checkable
 
 import jax
 from jax import lax
@@ -24,58 +27,81 @@ def gather_over_experts(x: jax.Array) -> jax.Array:
     return lax.all_gather(vary(x), "expert", tiled=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def send(tokens: Float[Array, "t D"], health: Float[Array, "3 3"], cast: Cast) -> Quantized:
-    """Tokens [t, D] of all devices of the axis, quantized by `cast` before they travel: [T, D].
+@runtime_checkable
+class Way(Protocol):
+    """How tokens cross the axis: a pytree of integers, with two maps that are transposes."""
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """`x` [t, ...] of this device's tokens, to [T, ...] of those that come here."""
+
+    def collect(self, x: jax.Array) -> jax.Array:
+        """`x` [T, D] of the tokens that came, to [t, D]: sums for this device's tokens."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """All tokens to all devices."""
+
+    spread = staticmethod(gather_over_experts)
+
+    @staticmethod
+    def collect(x: jax.Array) -> jax.Array:
+        """The sum over the devices, each its own tokens."""
+        return lax.psum_scatter(x, "expert", scatter_dimension=0, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def send(
+    tokens: Float[Array, "t D"], way: Way, health: Float[Array, "3 3"], cast: Cast
+) -> Quantized:
+    """Tokens [t, D] to [T, D], quantized by `cast` before they travel.
 
     The gradient of `health` counts the casts, see `gmm.new_health`.
     """
-    del health
-    return _gather_quantized(tokens, fp8.quantize(tokens, cast, contracted=1))
+    return _send_forward(tokens, way, health, cast)[0]
 
 
-def _send_forward(tokens, health, cast):
+def _send_forward(tokens, way, health, cast):
     del health
     q = fp8.quantize(tokens, cast, contracted=1)
-    return _gather_quantized(tokens, q), fp8.health(tokens, q)
+    shape = tokens.shape[0] * lax.axis_size("expert"), tokens.shape[1]
+    travelled = fp8.new_quantized(jax.tree.map(way.spread, q), shape, tokens.dtype)
+    return travelled, (way, fp8.health(tokens, q))
 
 
-def _send_backward(cast, counts, grad):
+def _send_backward(cast, residuals, grad):
     del cast
+    way, counts = residuals
     rest = jnp.zeros_like(counts)
-    return _sum_and_scatter(grad.master), jnp.stack([rest, counts, rest])
+    return way.collect(grad.master), None, jnp.stack([rest, counts, rest])
 
 
 send.defvjp(_send_forward, _send_backward)
 
 
-def _gather_quantized(tokens, q):
-    shape = tokens.shape[0] * lax.axis_size("expert"), tokens.shape[1]
-    return fp8.new_quantized(jax.tree.map(gather_over_experts, q), shape, tokens.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def receive(tokens: Float[Array, "T D"], quantize_grad: bool) -> Float[Array, "t D"]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def receive(tokens: Float[Array, "T D"], way: Way, quantize_grad: bool) -> Float[Array, "t D"]:
     """Partial results [T, D] summed over the axis, each device its own tokens: [t, D].
 
     Args:
       tokens: [T, D].
+      way: by which the tokens were spread.
       quantize_grad: whether the gradient travels in e5m2 with a scale for each row.
     """
     del quantize_grad
-    return _sum_and_scatter(tokens)
+    return way.collect(tokens)
 
 
-def _receive_forward(tokens, quantize_grad):
-    return receive(tokens, quantize_grad), None
+def _receive_forward(tokens, way, quantize_grad):
+    return receive(tokens, way, quantize_grad), way
 
 
-def _receive_backward(quantize_grad, residuals, grad):
-    del residuals
+def _receive_backward(quantize_grad, way, grad):
     if not quantize_grad:
-        return (gather_over_experts(grad),)
-    q = jax.tree.map(gather_over_experts, fp8.quantize(grad, fp8.WIRE_GRAD, contracted=1))
-    return (fp8.dequantize(q).astype(grad.dtype),)
+        return way.spread(grad), None
+    q = jax.tree.map(way.spread, fp8.quantize(grad, fp8.WIRE_GRAD, contracted=1))
+    return fp8.dequantize(q).astype(grad.dtype), None
 
 
 receive.defvjp(_receive_forward, _receive_backward)
@@ -92,7 +118,3 @@ dequantized.defvjp(
     lambda rows: (dequantized(rows), None),
     lambda residuals, grad: (Quantized(grad, None),),
 )
-
-
-def _sum_and_scatter(x):
-    return lax.psum_scatter(x, "expert", scatter_dimension=0, tiled=True)
