@@ -4,8 +4,9 @@ import dataclasses
 
 import hlo_modules as hm
 import pytest
+import tiny_model
 
-from octablox.aot import hlo
+from octablox.aot import compiler, hlo
 from octablox.aot.chips import parse_topology
 from octablox.aot.collectives import phase_of
 from octablox.aot.costs import Costs
@@ -166,6 +167,30 @@ def test_axes_of_every_spelling_of_groups(groups, axes):
         hm.collective("gathers", "all-gather", groups, f"{hm.FORWARD}/all_gather"),
     )
     assert [one.axes for one in read(text).collectives] == [axes]
+
+
+def test_a_ragged_all_to_all_counts_what_is_sent():
+    """Of [512, 512] in bf16, a quarter: three of four slots are empty, and 1/2 stays here."""
+    text = hm.module(
+        lines(hm.start("g", "gathers"), hm.update("g"), hm.done("g")),
+        gather(kind="ragged-all-to-all", axes=("expert",)),
+    )
+    (one,) = read(text, slots_used=0.25).collectives
+    assert one.bytes == 512 * 512 * 2 / 4 / 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "used"),
+    [
+        ({"num_experts_per_tok": 1, "n_routing_groups": 1, "topk_routing_group": 1}, 1 / 4),
+        ({"num_experts_per_tok": 2, "n_routing_groups": 1, "topk_routing_group": 1}, 7 / 16),
+        # Both experts in one of two groups: on two of the four devices.
+        ({"num_experts_per_tok": 2, "n_routing_groups": 2, "topk_routing_group": 1}, 3 / 8),
+    ],
+)
+def test_slots_that_an_even_load_uses(settings, used):
+    config = tiny_model.config(num_experts=8, **settings)
+    assert compiler._slots_used(config, tiny_model.mesh(expert=4)) == pytest.approx(used)
 
 
 def test_a_collective_over_axes_of_one_device_is_none():

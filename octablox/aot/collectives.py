@@ -60,10 +60,18 @@ class Finder:
       module: the program of one device.
       mesh: axis -> devices, in the mesh's order.
       slow_axes: axes between slices.
+      slots_used: the share of its operand that a ragged all-to-all sends.
     """
 
-    def __init__(self, module: Module, mesh: Mapping[str, int], slow_axes: Sequence[str] = ()):
+    def __init__(
+        self,
+        module: Module,
+        mesh: Mapping[str, int],
+        slow_axes: Sequence[str] = (),
+        slots_used: float = 1.0,
+    ):
         self._module, self._mesh, self._slow_axes = module, mesh, tuple(slow_axes)
+        self._slots_used = slots_used
         self._inside: dict[str, list[Found]] = {}
 
     def find(self, computation: Computation, one: Instruction) -> list[Found]:
@@ -87,9 +95,10 @@ class Finder:
         axes = self._axes(one)
         n = math.prod(self._mesh[axis] for axis in axes)
         operands = computation.operands(one)
+        share = 1.0
         if kind == "ragged-all-to-all":
-            operands = operands[:1]
-        size = math.fsum(buffer.bytes for operand in operands for buffer in operand.buffers)
+            operands, share = operands[:1], self._slots_used
+        size = share * math.fsum(b.bytes for operand in operands for b in operand.buffers)
         received = size * _RECEIVED[kind](n) if n > 1 else 0.0
         return Found(one, computation, kind, axes, received, bool(set(axes) & set(self._slow_axes)))
 

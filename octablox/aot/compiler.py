@@ -112,6 +112,7 @@ def compile_report(
         *(hlo.parse(text), topology.chip, dict(mesh.shape)),
         expert_rows=_expert_rows(config, mesh),
         slow_axes=[axis for axis, count in slices.items() if count > 1],
+        slots_used=_slots_used(config, mesh),
     )
     tokens = rows * config.run.max_target_length
     forward = sum(show.flops_per_token(config).values())
@@ -307,6 +308,15 @@ def _expert_rows(config: Config, mesh: Mesh) -> float:
     # With the width cut, each device computes a part of every row of the expert axis.
     by_width = config.moe.expert_sharding == "width"
     return copies * (mesh.shape["expert"] if by_width else 1)
+
+
+def _slots_used(config: Config, mesh: Mesh) -> float:
+    """The share of the expert axis's devices that a token goes to when all experts get as many."""
+    moe, devices = config.moe, mesh.shape["expert"]
+    # A token's experts are in its groups, so on that part of the devices.
+    candidates = max(devices * moe.topk_routing_group / moe.n_routing_groups, 1.0)
+    missed = (1 - 1 / candidates) ** moe.num_experts_per_tok
+    return candidates * (1 - missed) / devices
 
 
 def _cpu_seconds() -> float:

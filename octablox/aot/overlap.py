@@ -86,6 +86,7 @@ def read_schedule(
     *,
     expert_rows: float = 0.0,
     slow_axes: Sequence[str] = (),
+    slots_used: float = 1.0,
 ) -> Schedule:
     """Reads one device's program.
 
@@ -95,8 +96,10 @@ def read_schedule(
       mesh: axis -> devices, in the mesh's order.
       expert_rows: see `Costs`.
       slow_axes: axes between slices; collectives over them use the data center's network.
+      slots_used: see `Finder`.
     """
-    finder, costs = Finder(module, mesh, slow_axes), Costs(module, expert_rows)
+    finder = Finder(module, mesh, slow_axes, slots_used)
+    costs = Costs(module, expert_rows)
     walk = _Walk(module, chip, finder, costs)
     seconds = walk.run(module.entry, 1, "update")
     return Schedule(

@@ -161,6 +161,7 @@ class Report:
             "the config: even load, no padding, no row computed twice, and at the peak rate",
             "an instruction takes XLA's own estimate of its cycles, else what its FLOPs or bytes "
             "need; copies between HBM and VMEM run beside",
+            "a ragged all-to-all sends what an even load makes of it",
             "attention's kernels run at the share of the peak that their schedule for TPU7x has: "
             "27% forward, 46% backward",
             "under compute: a matrix product stands between a transfer's start and its end. Rank "
