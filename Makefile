@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
 TOOLS := build/tools
 TPU := build/tpu
+REFERENCE := build/reference
 PYTHON := $(shell cat .python-version)
 # Found by pip only where the machine has none that runs.
 UV := $(shell if uv --version >/dev/null 2>&1; then echo uv; else echo $(TOOLS)/bin/uv; fi)
@@ -16,7 +17,7 @@ DEMO := model_name=demo num_cpu_devices=8 ici_fsdp_parallelism=-1 ici_expert_par
   quantization=fp8_full use_batch_split_schedule=true merge_gating_gmm=true run_name=demo
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: help setup demo test test-aot test-all lint format clean
+.PHONY: help setup demo test test-aot test-reference test-all lint format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -34,8 +35,11 @@ test: $(STAMP) ## all tests but the slow ones and those that need libtpu
 test-aot: $(TPU)/installed.stamp ## compile a few TPU kernels for each chip, without a TPU
 	PYTHONPATH=$(TPU) $(PYTEST) -m aot_few tests/test_pallas_tpu.py
 
-test-all: $(TPU)/installed.stamp ## all tests
-	PYTHONPATH=$(TPU) $(PYTEST) -m ""
+test-reference: $(REFERENCE)/installed.stamp ## the model against transformers, computed anew
+	REFERENCE_PYTHON=$(REFERENCE)/bin/python $(PYTEST) -m reference
+
+test-all: $(TPU)/installed.stamp $(REFERENCE)/installed.stamp ## all tests
+	PYTHONPATH=$(TPU) REFERENCE_PYTHON=$(REFERENCE)/bin/python $(PYTEST) -m ""
 
 lint: $(STAMP) ## linter, formatter check, type checker
 	$(BIN)/ruff check
@@ -59,6 +63,13 @@ $(TOOLS)/bin/uv:
 $(TPU)/installed.stamp: $(STAMP)
 	$(UV) pip install --python $(BIN)/python --target $(TPU) --no-deps libtpu \
 	  --constraints constraints.txt
+	@touch $@
+
+# An environment of its own, which tests only start. By pip: where a build of torch without CUDA
+# is at hand (0.9 GB installed instead of 5), pip takes it.
+$(REFERENCE)/installed.stamp: tests/reference-requirements.txt
+	$(shell command -v python3.11 || command -v python3) -m venv --clear $(REFERENCE)
+	$(REFERENCE)/bin/pip install --quiet --requirement tests/reference-requirements.txt
 	@touch $@
 
 # The Python that .python-version names, else any that is new enough, else one that uv can fetch.

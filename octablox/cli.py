@@ -119,6 +119,19 @@ def bench(args: Sequence[str]) -> int:
     return ranking.bench(options, resolved, _check_devices(resolved))
 
 
+def convert(args: Sequence[str]) -> int:
+    """Reads a Hugging Face checkpoint of DeepSeek-V3's family, or writes one."""
+    from octablox.hf import command
+
+    return command.run(args)
+
+
+def _convert_help() -> str:
+    from octablox.hf import command
+
+    return command.help_text(VERBS["convert"].summary)
+
+
 _KEY_WIDTH = 40  # of a help line: name and default
 
 
@@ -148,6 +161,9 @@ VERBS = {
         bench,
         "octablox bench gmm --static --chip=v6e --gemm=down --product=dlhs --candidates=3 "
         "--json=FILE model_name=deepseek2-16b",
+    ),
+    "convert": Verb(
+        convert, "octablox convert --from hf DIR --to octablox DIR", _convert_help
     ),
 }
 

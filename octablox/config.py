@@ -19,7 +19,16 @@ import yaml
 
 from octablox import checks, maxtext
 from octablox.errors import UserError
-from octablox.settings import KEYS, OWNERS, Config, Value, difference, dump, of_a_run
+from octablox.settings import (
+    ARCHITECTURE_KEYS,
+    KEYS,
+    OWNERS,
+    Config,
+    Value,
+    difference,
+    dump,
+    of_a_run,
+)
 
 __all__ = ["KEYS", "OWNERS", "Config", "Resolved", "Value", "difference", "dump", "load"]
 __all__ += ["preset", "preset_names", "read", "write"]
@@ -66,6 +75,9 @@ def load(args: Sequence[str]) -> Resolved:
     if saved is not None:
         layers.append(saved)
     layers.append(given)
+    path, _ = _lookup("load_parameters_path", layers)
+    if path and saved is None:
+        layers.insert(0, _of_parameters(pathlib.Path(path)))
     name, source = _lookup("model_name", layers)
     layers.insert(0, _Layer(f"preset {name}", preset(name)))
     values, sources = _merge(layers)
@@ -184,6 +196,13 @@ def _saved_run(layers: Sequence[_Layer]) -> _Layer | None:
     # A run folder that was moved is still that run.
     values |= {"run_name": run_name, "base_output_directory": base}
     return _Layer("run folder", values)
+
+
+def _of_parameters(folder: pathlib.Path) -> _Layer:
+    """What the parameters in a folder (a converted one, or a run's) are made for."""
+    values = _read_file(folder / "config.yml")
+    kept = {key: values[key] for key in ("model_name", *ARCHITECTURE_KEYS) if key in values}
+    return _Layer(f"parameters {folder}", kept)
 
 
 def _lookup(key: str, layers: Sequence[_Layer]) -> tuple[str, str]:

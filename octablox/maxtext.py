@@ -81,7 +81,6 @@ INSTEAD: dict[str, str] = {
     "eval_per_device_batch_size": "leave it out: evaluation takes per_device_batch_size",
     "reuse_example_batch": "dataset_type=synthetic",
     "learning_rate_final_fraction": "cosine_learning_rate_final_fraction=0.1",
-    "load_parameters_path": "leave it out: weights of other programs cannot be loaded yet",
     "load_full_state_path": "run_name=NAME of the run to resume",
     "compile_xla_flags": "octablox compile ... --xla OPTION=VALUE, once for each option",
     "hardware": "JAX_PLATFORMS=tpu in the environment, or num_cpu_devices=8 for virtual devices",

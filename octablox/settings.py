@@ -31,6 +31,16 @@ OWNERS: dict[str, type[pydantic.BaseModel]] = {
 }
 # What is said of one launch, and not of the run that it starts or resumes.
 OF_A_LAUNCH = ("target", "hosts")
+# What a checkpoint's weights are made for: the sizes, and the constants beside them.
+ARCHITECTURE_KEYS: tuple[str, ...] = (
+    *(
+        key
+        for key in ModelConfig.model_fields
+        if key not in ("mtp_loss_scaling_factor", "dtype", "weight_dtype")
+    ),
+    *("num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "shared_experts"),
+    *("n_routing_groups", "topk_routing_group", "routed_scaling_factor"),
+)
 # key -> the owner it belongs to
 KEYS: dict[str, str] = {key: name for name, owner in OWNERS.items() for key in owner.model_fields}
 if len(KEYS) != sum(len(owner.model_fields) for owner in OWNERS.values()):

@@ -80,6 +80,9 @@ class RunConfig(BaseModel):
     )
     max_target_length: int = Field(256, ge=2, description="tokens of a sequence")
     init_weights_seed: int = Field(0, description="seed of the initial parameters")
+    load_parameters_path: str = Field(
+        "", description="start from the parameters of this folder: a converted one, or a run's"
+    )
     log_period: int = Field(10, ge=1, description="steps between log lines")
     eval_interval: int = Field(100, ge=-1, description="steps between evals; -1: the end only")
     eval_steps: int = Field(8, ge=1, description="batches of one evaluation")

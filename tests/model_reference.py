@@ -96,10 +96,10 @@ def attention(params, x, positions, segment_ids, model):
     w = {name: f64(value) for name, value in params.items()}
     h = rms_norm(x, w["norm"], eps)
     low_rank = model.q_lora_rank > 0
-    q = rms_norm(h @ w["q_a"], w["q_norm"], eps) @ w["q_b"] if low_rank else h @ w["q"]
+    q = rms_norm(h @ w["q_a"], w["q_norm"], 1e-6) @ w["q_b"] if low_rank else h @ w["q"]
     compressed = h @ w["kv_a"]
     latent, shared_key = compressed[:, : model.kv_lora_rank], compressed[:, model.kv_lora_rank :]
-    kv = rms_norm(latent, w["kv_norm"], eps) @ w["kv_b"]
+    kv = rms_norm(latent, w["kv_norm"], 1e-6) @ w["kv_b"]
     shared_key = rotate(shared_key, positions, model)
     mscale = 0.1 * model.mscale * math.log(model.rope_factor) + 1
     outputs = []

@@ -11,8 +11,9 @@ LAYERS = [
     ["octablox.kernels."],
     [
         *("octablox.mesh", "octablox.fp8", "octablox.schedule", "octablox.training_config"),
-        *("octablox.moe.config", "octablox.model.config"),
+        *("octablox.moe.config", "octablox.model.config", "octablox.fp8_blocks"),
     ],
+    ["octablox.weights."],
     ["octablox.layer_scan", "octablox.gmm_explicit"],
     ["octablox.gmm"],
     ["octablox.moe."],
@@ -22,7 +23,7 @@ LAYERS = [
     ["octablox.config", "octablox.presets."],
     ["octablox.train.", "octablox.show"],
     ["octablox.aot."],
-    ["octablox.bench"],
+    ["octablox.bench", "octablox.hf."],
     ["octablox.cli"],
     ["octablox.__main__"],
 ]

@@ -23,6 +23,9 @@ from octablox.model.config import ModelConfig
 
 # Queries whose scores with all keys exist at the same time.
 QUERY_CHUNK = 512
+# Of the norms of latents. DeepSeek's published model has it so whatever `rms_norm_eps` is, and
+# Moonlight, whose other norms have 1e-5, was made for that.
+LATENT_EPSILON = 1e-6
 
 
 def specs(config: ModelConfig) -> dict[str, ParamSpec]:
@@ -71,12 +74,12 @@ def attend(
     split_heads = lambda a: a.reshape(*a.shape[:-1], heads, -1)  # noqa: E731
     x = rms_norm(x, weights["norm"], eps)
     if config.q_lora_rank:
-        q = rms_norm(x @ weights["q_a"], weights["q_norm"], eps) @ weights["q_b"]
+        q = rms_norm(x @ weights["q_a"], weights["q_norm"], LATENT_EPSILON) @ weights["q_b"]
     else:
         q = x @ weights["q"]
     q_nope, q_rope = jnp.split(split_heads(q), [nope], axis=-1)
     latent, k_rope = jnp.split(x @ weights["kv_a"], [config.kv_lora_rank], axis=-1)
-    kv = split_heads(rms_norm(latent, weights["kv_norm"], eps) @ weights["kv_b"])
+    kv = split_heads(rms_norm(latent, weights["kv_norm"], LATENT_EPSILON) @ weights["kv_b"])
     k_nope, v = jnp.split(kv, [nope], axis=-1)
     q_rope, k_rope = rotate(q_rope, *rotation), rotate(k_rope[:, :, None, :], *rotation)[:, :, 0]
     scale = softmax_scale(config)

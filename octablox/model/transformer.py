@@ -106,6 +106,21 @@ def loss(
     return parts["loss"] + model.mtp_loss_scaling_factor * parts["mtp_loss"], parts
 
 
+def logits(
+    params: dict, probes: dict, batch: dict[str, jax.Array], settings: Settings
+) -> jax.Array:
+    """What the main model says of each next token, float32 [B, S, V], inside `shard_map`.
+
+    Arguments as `loss` takes them; the targets are not read. All logits exist at the same time:
+    for evaluation of short batches.
+    """
+    top = _gather_some(params, parameter_specs(settings.model, settings.moe), settings, TOP)
+    context, hidden = _context(batch, settings.model), _embed(top["embedding"], batch["tokens"])
+    (hidden,) = _trunk(params, probes, [context], [hidden], settings)
+    hidden = rms_norm(hidden, top["final_norm"], settings.model.normalization_layer_epsilon)
+    return jnp.dot(hidden, top["head"], preferred_element_type=jnp.float32)
+
+
 def _trunk(params, probes, contexts, hidden, settings):
     """The main model's layers: [B, S, D] per micro-batch -> the same."""
     carries = [{"x": h} for h in hidden]

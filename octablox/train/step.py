@@ -6,6 +6,7 @@ sharded arrays outside.
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from octablox.mesh import (
 from octablox.model import transformer
 from octablox.model.layers import Settings
 from octablox.moe.router import updated_bias
+from octablox.train.pretrained import load_params
 from octablox.training_config import OptimizerConfig
 
 BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions", "weights")
@@ -130,9 +132,17 @@ class Trainer:
             self.eval_sums = self.eval_sums.lower(params, batch).compile()
 
     def init(self) -> TrainState:
-        """A new state; the same for every mesh."""
+        """A new state; the same for every mesh.
+
+        Raises:
+          UserError: `load_parameters_path` has not the parameters of this model.
+        """
         dtype = jnp.dtype(self.config.model.weight_dtype)
-        params = init_params(self.specs, self.config.run.init_weights_seed, self.mesh, dtype)
+        run = self.config.run
+        if run.load_parameters_path:
+            params = load_params(self.specs, self.mesh, dtype, Path(run.load_parameters_path))
+        else:
+            params = init_params(self.specs, run.init_weights_seed, self.mesh, dtype)
         with jax.set_mesh(self.mesh):
             params = _map_biases(lambda bias: bias.astype(jnp.float32), params)
             opt_state = jax.jit(self._optimizer.init)(_trainable(params)[0])
