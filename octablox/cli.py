@@ -162,9 +162,7 @@ VERBS = {
         "octablox bench gmm --static --chip=v6e --gemm=down --product=dlhs --candidates=3 "
         "--json=FILE model_name=deepseek2-16b",
     ),
-    "convert": Verb(
-        convert, "octablox convert --from hf DIR --to octablox DIR", _convert_help
-    ),
+    "convert": Verb(convert, "octablox convert --from hf DIR --to octablox DIR", _convert_help),
 }
 
 

@@ -200,8 +200,17 @@ def _saved_run(layers: Sequence[_Layer]) -> _Layer | None:
 
 def _of_parameters(folder: pathlib.Path) -> _Layer:
     """What the parameters in a folder (a converted one, or a run's) are made for."""
+    if not (folder / "config.yml").is_file():
+        raise UserError(
+            "load_parameters_path: expected a folder that octablox convert has finished, or a "
+            f"run's folder, got {folder}"
+        )
     values = _read_file(folder / "config.yml")
-    kept = {key: values[key] for key in ("model_name", *ARCHITECTURE_KEYS) if key in values}
+    keys = ("model_name", *ARCHITECTURE_KEYS, "tokenizer_path")
+    kept = {key: values[key] for key in keys if key in values}
+    tokenizer = folder / "hf" / "tokenizer.json"
+    if tokenizer.is_file():
+        kept["tokenizer_path"] = str(tokenizer)
     return _Layer(f"parameters {folder}", kept)
 
 

@@ -63,7 +63,7 @@ ALWAYS: dict[str, tuple[tuple[str, ...], str]] = {
 
 _TILES = "leave it out: the backend picks each GMM's tiles; `octablox show` prints them"
 _DATA = "dataset_type=text or dataset_type=jsonl, and dataset_path=FILE, FOLDER or GLOB"
-_BYTES = "leave it out: text is read as bytes, without a tokenizer"
+_TOKENS = "tokenizer_path=FOLDER with a tokenizer.json, or leave it out: bytes are tokens"
 
 # key, or the beginning of keys that ends in * -> what to write instead
 INSTEAD: dict[str, str] = {
@@ -74,10 +74,10 @@ INSTEAD: dict[str, str] = {
     "eval_dataset_name": "eval_fraction=0.05, the part of the documents that is held out",
     "train_split": "eval_fraction=0.05, the part of the documents that is held out",
     "eval_split": "eval_fraction=0.05, the part of the documents that is held out",
-    "tokenizer_*": _BYTES,
-    "tokenize_*": _BYTES,
-    "add_bos": _BYTES,
-    "add_eos": _BYTES,
+    "tokenizer_type": _TOKENS,
+    "tokenize_*": "leave it out: text is tokenized",
+    "add_bos": "leave it out: every document begins with the tokenizer's BOS",
+    "add_eos": "leave it out: every document begins with the tokenizer's BOS",
     "eval_per_device_batch_size": "leave it out: evaluation takes per_device_batch_size",
     "reuse_example_batch": "dataset_type=synthetic",
     "learning_rate_final_fraction": "cosine_learning_rate_final_fraction=0.1",

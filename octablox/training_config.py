@@ -17,6 +17,9 @@ class DataConfig(BaseModel):
     )
     dataset_path: str = Field("", description="text, jsonl: a file, a folder or a glob")
     jsonl_text_key: str = Field("text", description="jsonl: the field that holds the text")
+    tokenizer_path: str = Field(
+        "", description="a tokenizer.json, or the folder that has one; empty: bytes are tokens"
+    )
     eval_fraction: float = Field(0.05, gt=0, lt=1, description="of the documents, held out")
     data_shuffle_seed: int = Field(0, description="seed of the documents' order")
 

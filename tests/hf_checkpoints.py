@@ -172,3 +172,69 @@ def bits(array):
 
 
 E4M3 = ml_dtypes.float8_e4m3fn
+# Every kind of ragged edge: 160 columns are a block and a quarter, kv_a has 576 rows (4.5 blocks),
+# q_a 129 and the dense MLP 257 (a last block of one row), experts 96 (less than a block).
+BLOCKS = GROUPED | {
+    "hidden_size": 160,
+    "intermediate_size": 257,
+    "moe_intermediate_size": 96,
+    "q_lora_rank": 129,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 1,
+    "quantization_config": FP8,
+}
+_FLOATS = ("norm", "embed_tokens", "lm_head", "mlp.gate.", "eh_proj", "shared_head")
+
+
+def in_blocks(weight, power_of_two=False):
+    """e4m3 [N, K] and float32 scales, block by block in float64; a block of zeros has scale 1."""
+    weight = weight.astype(np.float64)
+    grid = tuple(-(-size // 128) for size in weight.shape)
+    values, scales = np.zeros(weight.shape, E4M3), np.ones(grid, np.float32)
+    for i in range(grid[0]):
+        for j in range(grid[1]):
+            at = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
+            largest = np.abs(weight[at]).max()
+            if largest > 0:
+                scale = largest / 448
+                scales[i, j] = 2 ** np.ceil(np.log2(scale)) if power_of_two else scale
+            scaled = np.clip(weight[at] / np.float64(scales[i, j]), -448, 448)
+            values[at] = scaled.astype(np.float32).astype(E4M3)
+    return values, scales
+
+
+def from_blocks(values, scales):
+    """float64 [N, K]: each element times the scale of its block."""
+    out = values.astype(np.float64)
+    for i, row in enumerate(scales):
+        for j, scale in enumerate(row):
+            out[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] *= np.float64(scale)
+    return out
+
+
+def fp8_tensors(config, seed=0, power_of_two=False):
+    """As DeepSeek-V3's: linear weights of layers in FP8 blocks, the rest in bfloat16.
+
+    Magnitudes differ from block to block by orders of magnitude, and some blocks are zeros.
+    """
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, values in random_tensors(config, seed).items():
+        if name.endswith("bias"):
+            tensors[name] = values
+        elif any(word in name for word in _FLOATS):
+            tensors[name] = values.astype(ml_dtypes.bfloat16)
+        else:
+            grid = tuple(-(-size // 128) for size in values.shape)
+            loud = np.exp(rng.uniform(-6, 2, grid)).repeat(128, 0).repeat(128, 1)
+            values = values * loud[: values.shape[0], : values.shape[1]]
+            if grid[1] > 1 and rng.random() < 0.5:
+                values[:128, :128] = 0
+            tensors[name], scales = in_blocks(values, power_of_two)
+            tensors[f"{name}_scale_inv"] = scales
+    return tensors

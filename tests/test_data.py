@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octablox.errors import UserError
-from octablox.train.corpus import BYTE_BOS, read_corpus
+from octablox.train.corpus import read_corpus
 from octablox.train.data import make_data
 from octablox.train.packing import Windows, bigram_nats, concatenate, hold_out
 from octablox.training_config import DataConfig
@@ -433,7 +433,6 @@ def test_bad_lines_are_named(tmp_path, line, text):
 def test_vocabulary_too_small():
     fails({}, "dataset_type=embedded needs vocab_size of at least 257", vocab_size=256)
     fails({"dataset_type": "synthetic"}, "at least 3, got 2", vocab_size=2)
-    assert BYTE_BOS == 256
 
 
 def test_a_batch_that_the_processes_do_not_divide():

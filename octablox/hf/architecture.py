@@ -116,8 +116,8 @@ def parse(config: Mapping[str, Any], where: str = "config.json") -> Architecture
         if key in config and config[key] != only
     ]
     if config.get("model_type") not in MODEL_TYPES:
-        known = " or ".join(MODEL_TYPES)
-        wrong.insert(0, f"model_type {config.get('model_type')!r} (expected {known})")
+        types = " or ".join(MODEL_TYPES)
+        wrong.insert(0, f"model_type {config.get('model_type')!r} (expected {types})")
     fp8, power_of_two = _quantization(config, wrong)
     values = _values(config, KEYS, "", wrong) | _rope(config, wrong)
     if wrong:
@@ -185,8 +185,8 @@ def _rope(config, wrong) -> dict[str, Any]:
     if kind != "yarn":
         wrong.append(f"rope_scaling.type {kind!r} (expected yarn)")
         return {}
-    unknown = rope.keys() - YARN.keys() - {"type", "rope_type", "mscale", "rope_theta"}
-    wrong += [f"rope_scaling.{key} (unknown)" for key in sorted(unknown)]
+    known = YARN.keys() | {"type", "rope_type", "mscale", "rope_theta"}
+    wrong += [f"rope_scaling.{key} (unknown)" for key in sorted(rope.keys() - known)]
     if not rope.get("mscale") or rope["mscale"] != rope.get("mscale_all_dim"):
         wrong.append(
             f"rope_scaling.mscale {rope.get('mscale')!r} (expected mscale_all_dim, "

@@ -101,8 +101,10 @@ class HfCheckpoint:
         if not wrong:
             self._require_copies(entries, wrong)
         if wrong:
-            kinds = "; ".join(f"{len(names)} {kind}: {_list(names)}" for kind, names in wrong.items())
-            raise UserError(f"{self._folder} is not the checkpoint of its config.json: {kinds}")
+            named = [f"{len(names)} {kind}: {_list(names)}" for kind, names in wrong.items()]
+            raise UserError(
+                f"{self._folder} is not the checkpoint of its config.json: {'; '.join(named)}"
+            )
 
     def _require_scale(self, entry, wrong):
         name, shape = entry.theirs + layout.SCALE, fp8_blocks.grid(entry.shape)
@@ -155,7 +157,7 @@ def _files(folder: Path) -> list[Path]:
     if not index.exists():
         found = sorted(folder.glob("*.safetensors"))
         if not found:
-            raise UserError(f"expected a folder with safetensors files, got {folder}, which has none")
+            raise UserError(f"expected a folder with safetensors files, found none in {folder}")
         return found
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

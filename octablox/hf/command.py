@@ -5,7 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from octablox.errors import UserError
 from octablox.hf import convert, plans
@@ -63,7 +69,9 @@ def run(args: Sequence[str]) -> int:
         plan = plans.plan_export(source, target, dtype)
     note(f"{source}: all tensors are there; writing {plan.nbytes / 1e9:.2f} GB to {target}")
     columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("", total=plan.nbytes)
         skipped = convert.run(plan, lambda done: bar.advance(task, done))
     if skipped:

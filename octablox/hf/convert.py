@@ -20,7 +20,6 @@ from octablox import fp8_blocks
 from octablox.errors import UserError
 from octablox.hf.layout import Entry
 from octablox.weights.tensor_files import (
-    DTYPES,
     NAMES,
     NewTensorFile,
     Tensor,
@@ -145,8 +144,8 @@ def run(plan: Plan, progress: Callable[[int], None]) -> int:
         if not disk_is_full(error):
             raise UserError(f"cannot write {plan.folder}: {error.strerror}") from error
         raise UserError(
-            f"disk full: {plan.folder} needs {plan.nbytes / 1e9:.1f} GB in all; free some space and "
-            "run the same command again, which goes on from the files that are whole"
+            f"disk full: {plan.folder} needs {plan.nbytes / 1e9:.1f} GB in all; free some space "
+            "and run the same command again, which goes on from the files that are whole"
         ) from error
 
 
@@ -223,5 +222,3 @@ def copy_files(names: list[Path], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         shutil.copyfile(name, folder / name.name)
-
-

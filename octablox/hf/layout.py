@@ -207,18 +207,15 @@ def _shapes(model: ModelConfig, moe: MoeConfig) -> dict[str, tuple[int, ...]]:
         "hidden_norm": (d,),
         "projection": (d, 2 * d),
     }
-    queries = {"attention.q": (heads * (nope + rope), d)}
     if q_lora:
-        queries = {
-            "attention.q_a": (q_lora, d),
-            "attention.q_norm": (q_lora,),
-            "attention.q_b": (heads * (nope + rope), q_lora),
-        }
+        shapes["attention.q_a"] = (q_lora, d)
+        shapes["attention.q_norm"] = (q_lora,)
+        shapes["attention.q_b"] = (heads * (nope + rope), q_lora)
+    else:
+        shapes["attention.q"] = (heads * (nope + rope), d)
     shared = moe.shared_experts * moe.base_moe_mlp_dim
     widths = {"mlp": model.base_mlp_dim, "experts": moe.base_moe_mlp_dim, "shared": shared}
     for name, width in widths.items():
         if width:
-            queries |= {f"{name}.gate_up": (width, d), f"{name}.down": (d, width)}
-    return shapes | queries
-
-
+            shapes |= {f"{name}.gate_up": (width, d), f"{name}.down": (d, width)}
+    return shapes

@@ -1,6 +1,5 @@
 """The two directions of a conversion, checked and planned."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import yaml
 
 from octablox import config as configs
 from octablox import fp8_blocks
-from octablox.errors import UserError
 from octablox.hf import architecture, convert, layout
 from octablox.hf.architecture import Architecture
 from octablox.hf.checkpoint import INDEX, HfCheckpoint

@@ -1,7 +1,7 @@
 """Documents: where text comes from, before it is tokens.
 
-A document is one array of token ids: the bytes of a text (ids 0..255), or what `synthetic` draws.
-The token that begins each document (BOS) is not in it; `Corpus.bos` says which id it is.
+A document is one array of token ids: a text's, by its bytes or by a tokenizer, or what `synthetic`
+draws. The token that begins each document (BOS) is not in it; `Corpus.bos` says which id it is.
 """
 
 import glob
@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from octablox.errors import UserError
+from octablox.train.tokenizer import read_tokenizer
 from octablox.training_config import DataConfig
-
-BYTE_BOS = 256  # the first id that no byte has
-BYTE_VOCAB = 257
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
@@ -46,10 +44,11 @@ def read_corpus(config: DataConfig, vocab_size: int) -> Corpus:
     _check_keys(config)
     if config.dataset_type == "synthetic":
         return _synthetic(config.data_shuffle_seed, vocab_size)
-    if vocab_size < BYTE_VOCAB:
+    tokenizer = read_tokenizer(config.tokenizer_path)
+    if vocab_size < tokenizer.vocab_size:
         raise UserError(
-            f"dataset_type={config.dataset_type} needs vocab_size of at least {BYTE_VOCAB} "
-            f"(256 bytes and one token that begins a document), got {vocab_size}: "
+            f"dataset_type={config.dataset_type} needs vocab_size of at least "
+            f"{tokenizer.vocab_size} ({tokenizer.name}), got {vocab_size}: "
             "raise vocab_size or use dataset_type=synthetic"
         )
     if config.dataset_type == "embedded":
@@ -61,10 +60,10 @@ def read_corpus(config: DataConfig, vocab_size: int) -> Corpus:
     else:
         source = config.dataset_path
         texts = _jsonl_texts(_matching_files(source, ".jsonl"), config.jsonl_text_key)
-    documents = [np.frombuffer(text, np.uint8) for text in texts if text]
+    documents = [ids for ids in tokenizer.encode(text for text in texts if text) if ids.size]
     if not documents:
         raise UserError(f"expected text in {source}, got none: give a dataset_path that has some")
-    return Corpus(documents, BYTE_BOS, source)
+    return Corpus(documents, tokenizer.bos, source)
 
 
 def _check_keys(config: DataConfig) -> None:

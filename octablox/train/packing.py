@@ -11,6 +11,7 @@ import numpy as np
 Row = dict[str, np.ndarray]
 
 _PAIRS_AT_ONCE = 1 << 22  # bounds the memory of counting
+_TABLE = 1 << 26  # pairs that are counted in a table of all; more are sorted
 
 
 def derived_seed(seed: int, purpose: str) -> int:
@@ -55,11 +56,12 @@ class Stream:
 
 
 def concatenate(documents: list[np.ndarray], bos: int) -> Stream:
-    """The stream of `documents` in their order; no id is above `bos`."""
+    """The stream of `documents` in their order."""
     lengths = np.array([len(document) + 1 for document in documents], np.int64)
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    tokens = np.empty(ends[-1], np.uint16 if bos < 2**16 else np.int32)
+    largest = max([bos, *(int(document.max()) for document in documents if document.size)])
+    tokens = np.empty(ends[-1], np.uint16 if largest < 2**16 else np.int32)
     for document, start, end in zip(documents, starts, ends, strict=True):
         tokens[start] = bos
         tokens[start + 1 : end] = document
@@ -123,6 +125,8 @@ def bigram_nats(stream: Stream) -> float:
     rank[used] = np.arange(used.size)
     within = np.ones(len(tokens) - 1, bool)  # pair i is (tokens[i], tokens[i + 1])
     within[starts[1:] - 1] = False
+    if used.size**2 > _TABLE:
+        return _sorted_bigram_nats(rank[tokens], within)
     counts = np.zeros(used.size**2, np.int64)
     for begin in range(0, within.size, _PAIRS_AT_ONCE):
         chunk = rank[tokens[begin : begin + _PAIRS_AT_ONCE + 1]]
@@ -130,6 +134,13 @@ def bigram_nats(stream: Stream) -> float:
         counts += np.bincount(pairs[within[begin : begin + pairs.size]], minlength=counts.size)
     table = counts.reshape(used.size, used.size)  # [previous, next]
     return float((_plogp(table.sum(1)) - _plogp(table)) / table.sum())
+
+
+def _sorted_bigram_nats(ranks: np.ndarray, within: np.ndarray) -> float:
+    """The same of a large vocabulary, most of whose pairs never come."""
+    previous = ranks[:-1][within]
+    _, of_pairs = np.unique(previous * (ranks.max() + 1) + ranks[1:][within], return_counts=True)
+    return float((_plogp(np.bincount(previous)) - _plogp(of_pairs)) / previous.size)
 
 
 def _plogp(counts: np.ndarray) -> float:

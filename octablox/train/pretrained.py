@@ -51,9 +51,10 @@ def load_params(specs: dict, mesh: Mesh, dtype: np.dtype, folder: Path) -> dict:
         of_leaf = np.dtype(np.float32) if path.endswith(".bias") else dtype
         _require_shape(parameters, path, spec.shape, folder)
 
-        def read(index: tuple[slice, ...]) -> np.ndarray:
+        def read(index: tuple[slice, ...] | None) -> np.ndarray:
+            parts = index or (slice(None),) * len(spec.shape)
             whole = tuple(
-                slice(*part.indices(size)) for part, size in zip(index, spec.shape, strict=True)
+                slice(*part.indices(size)) for part, size in zip(parts, spec.shape, strict=True)
             )
             return weights.read(parameters, path, whole, of_leaf)
 

@@ -24,8 +24,9 @@ class SavedParameters:
     def __init__(self, run: Path):
         import tensorstore
 
-        self._open, self._context = tensorstore.open, tensorstore.Context(
-            {"cache_pool": {"total_bytes_limit": _CACHE}}
+        self._open, self._context = (
+            tensorstore.open,
+            tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}}),
         )
         steps = files.whole_steps(run / "checkpoints")
         if not steps:

@@ -176,16 +176,17 @@ def _parse(header: dict, begin: int, size: int) -> tuple[dict[str, Tensor], dict
 
 def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
     """The first bytes of a file, where each tensor begins, and the file's size."""
-    at, entries = 0, {}
+    starts, end = {}, 0
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, tensor in _widest_first(tensors):
-        end = at + tensor.nbytes
-        entries[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, end]}
-        at = end
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+        starts[name], end = end, end + tensor.nbytes
+        place = [starts[name], end]
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": place}
+    text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     begin = 8 + len(text)
-    places = {name: begin + entry["data_offsets"][0] for name, entry in entries.items()}
-    return struct.pack("<Q", len(text)) + text, places, begin + at
+    places = {name: begin + start for name, start in starts.items()}
+    return struct.pack("<Q", len(text)) + text, places, begin + end
 
 
 def _widest_first(tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
