@@ -126,6 +126,33 @@ def convert(args: Sequence[str]) -> int:
     return command.run(args)
 
 
+def generate(args: Sequence[str]) -> int:
+    """Writes text with a converted checkpoint, or with a run's newest one."""
+    from octablox import generate as generation
+
+    return generation.run(args)
+
+
+def _generate_help() -> str:
+    from octablox.generate import FLAGS, Options
+
+    verb, defaults = VERBS["generate"], Options()
+    lines = ["octablox generate --from DIR [options] [key=value ...]", "", verb.summary, ""]
+    lines += [f"  {verb.example}", "", "options:"]
+    for name, (value, text) in FLAGS.items():
+        default = getattr(defaults, name.replace("-", "_"), "")
+        of = f" ({default})" if default != "" else ""
+        lines.append(f"  {f'--{name} {value}':{_KEY_WIDTH}}{text}{of}")
+    keys = {
+        "quantization=fp8_blockwise": "multiply with the experts' FP8 blocks as they are stored",
+        "weight_dtype=bfloat16": "hold the parameters in half the memory while they are read",
+        "tokenizer_path=FOLDER": "another tokenizer than the one that came with the checkpoint",
+    }
+    lines += ["", "keys, of those of a run:"]
+    lines += [f"  {key:{_KEY_WIDTH}}{text}" for key, text in keys.items()]
+    return "\n".join(lines)
+
+
 def _convert_help() -> str:
     from octablox.hf import command
 
@@ -163,6 +190,9 @@ VERBS = {
         "--json=FILE model_name=deepseek2-16b",
     ),
     "convert": Verb(convert, "octablox convert --from hf DIR --to octablox DIR", _convert_help),
+    "generate": Verb(
+        generate, "octablox generate --from DIR --prompt 'Once upon a time'", _generate_help
+    ),
 }
 
 
@@ -204,7 +234,7 @@ def _run(args: Sequence[str]) -> int:
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {name:8}{verb.summary}" for name, verb in VERBS.items())
+    verbs = "\n".join(f"  {name:10}{verb.summary}" for name, verb in VERBS.items())
     examples = "\n".join(f"  {verb.example}" for verb in VERBS.values())
     return f"""octablox VERB [key=value ...]
 

@@ -8,7 +8,6 @@ scales. The recipe `fp8_blockwise` has the same blocks.
 In NumPy: checkpoints are converted without a device.
 """
 
-import math
 from collections.abc import Sequence
 
 import ml_dtypes
@@ -71,14 +70,3 @@ def quantize(weight: np.ndarray, power_of_two: bool = False) -> tuple[np.ndarray
     # NumPy's cast does not saturate, and amax / (amax / 448) may be a hair above 448.
     scaled = np.clip(weight / of_elements(scale, weight.shape), -_LARGEST, _LARGEST)
     return scaled.astype(E4M3), scale
-
-
-def for_tiles(scale: np.ndarray, columns: int) -> np.ndarray:
-    """Scales [.., parts, ceil(N/128)] of `parts` weights side by side, as one grid [.., g].
-
-    Tiles of one grid are equally wide. Where 128 does not divide N, the grid has narrower tiles,
-    of which several have one block's scale: nothing is rounded.
-    """
-    tile = math.gcd(BLOCK, columns) if scale.shape[-2] > 1 else min(BLOCK, columns)
-    block_of_tile = np.arange(-(-columns // tile)) * tile // BLOCK
-    return scale[..., block_of_tile].reshape(*scale.shape[:-2], -1)

@@ -23,7 +23,7 @@ LAYERS = [
     ["octablox.config", "octablox.presets."],
     ["octablox.train.", "octablox.show"],
     ["octablox.aot."],
-    ["octablox.bench", "octablox.hf."],
+    ["octablox.bench", "octablox.hf.", "octablox.generate"],
     ["octablox.cli"],
     ["octablox.__main__"],
 ]
