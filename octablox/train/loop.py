@@ -87,6 +87,8 @@ def train(resolved: Resolved, started: float) -> int:
             run = _Run(config, folder, trainer, data, checkpoints, started, console)
             if done:
                 run.restore()  # before anything compiles: it may be of another model
+            elif config.run.load_parameters_path:
+                run.load_parameters()  # likewise
             step_compiled = compiler.submit(trainer.compile_step, shape)
             eval_compiled = compiler.submit(trainer.compile_eval, shape)
             with hosts.lost_peers():
@@ -134,6 +136,12 @@ class _Run:
         self._data.train.set_state(data_state)
         self._restored = state, first
         _note(self._console, f"resuming {self._folder} from step {first}")
+
+    def load_parameters(self) -> None:
+        """Starts from the parameters of `load_parameters_path`, with a new optimizer."""
+        self._restored = self._trainer.init(), 0
+        path = self._run.load_parameters_path
+        _note(self._console, f"starting {self._folder} from the parameters in {path}")
 
     def run(self, step_compiled: Future, eval_compiled: Future) -> int:
         """Trains to the last step, or until it is asked to stop."""
