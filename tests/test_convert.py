@@ -1,8 +1,10 @@
 """Checkpoints of DeepSeek-V3's family in and out: nothing lost, nothing mistaken."""
 
 import json
+import pathlib
 import shutil
 import subprocess
+import tempfile
 
 import hf_checkpoints
 import ml_dtypes
@@ -11,6 +13,7 @@ import pytest
 from hf_checkpoints import BLOCKS, FP8, GROUPED, UNGROUPED, WITH_MTP, bits
 from safetensors import deserialize
 
+from benchmarks.convert import measure
 from octablox import cli, config, fp8_blocks
 from octablox.hf import architecture, convert
 from octablox.train.pretrained import open_parameters
@@ -309,11 +312,11 @@ def test_a_conversion_that_was_cut_short_goes_on(tmp_path, capsys, monkeypatch):
     hf_checkpoints.write(tmp_path / "hf", WITH_MTP, tensors)
     copy, copied = convert.copy, []
 
-    def copy_some(source, target, power_of_two):
+    def copy_some(source, target, *rest):
         copied.append(target.values.shape)
         if len(copied) == 50:
             raise KeyboardInterrupt
-        return copy(source, target, power_of_two)
+        return copy(source, target, *rest)
 
     monkeypatch.setattr(convert, "copy", copy_some)
     assert to_octablox(tmp_path / "hf", tmp_path / "ours") == 130
@@ -375,3 +378,14 @@ def test_keys_that_octablox_does_not_know_are_told(tmp_path, capsys):
 def test_what_was_meant_is_said(line, said, capsys):
     assert octablox(f"convert {line}") == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ten_gigabytes_in_three():
+    """There and back to the bit (which `measure` compares), each in bounded memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(10, pathlib.Path(folder))
+    assert len(found) == 2
+    for row in found:
+        assert row["gigabytes"] > 9.9
+        assert row["peak_gigabytes"] < 3

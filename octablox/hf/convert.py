@@ -9,6 +9,7 @@ A chunk is some rows of one tensor in Hugging Face's layout; both sides give arr
 
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -173,48 +174,86 @@ def _begin(plan: Plan) -> set[str]:
 
 
 def _write(file: File, plan: Plan, progress: Callable[[int], None]) -> None:
+    power_of_two = plan.fingerprint["dtype"] == "fp8_ue8m0"
     with NewTensorFile(file.path, file.tensors) as new:
+
+        def release() -> None:
+            plan.source.release()
+            new.release()
+
         since = 0
         for entry in file.entries:
             source, target = plan.source.matrix(entry), plan.destination(new, entry)
-            power_of_two = plan.fingerprint["dtype"] == "fp8_ue8m0"
-            for done in copy(source, target, power_of_two):
+            for done in copy(source, target, power_of_two, release):
                 progress(done)
                 since += done
                 if since >= CHUNK:
-                    plan.source.release()
-                    new.release()
+                    release()
                     since = 0
         plan.source.release()
 
 
-def copy(source: Matrix, target: Matrix, power_of_two: bool) -> Iterator[int]:
+def copy(
+    source: Matrix, target: Matrix, power_of_two: bool, release: Callable[[], None]
+) -> Iterator[int]:
     """Copies a tensor in chunks of rows, changing its dtype where they differ; yields bytes."""
     shape = target.values.shape
-    row_bytes = int(np.prod(shape[1:])) * target.values.dtype.itemsize
+    row_bytes = math.prod(shape[1:]) * target.values.dtype.itemsize
     # Whole blocks.
     step = max(CHUNK // row_bytes // fp8_blocks.BLOCK, 1) * fp8_blocks.BLOCK
     for first in range(0, shape[0], step):
         rows = slice(first, min(first + step, shape[0]))
         blocks = slice(first // fp8_blocks.BLOCK, -(-rows.stop // fp8_blocks.BLOCK))
-        values = np.asarray(source.values[rows])
+        values = _read(source.values[rows], release)
         scale = None if source.scale is None else np.asarray(source.scale[blocks])
         if scale is not None and target.scale is None:
             values, scale = fp8_blocks.dequantize(values, scale), None
         elif scale is None and target.scale is not None:
             values, scale = fp8_blocks.quantize(values, power_of_two)
-        _assign(target.values[rows], values)
+        _assign(target.values[rows], values, release)
         if target.scale is not None:
             target.scale[blocks] = scale
         yield (rows.stop - first) * row_bytes
 
 
-def _assign(target: np.ndarray, values: np.ndarray) -> None:
+def _read(values: Any, release: Callable[[], None]) -> np.ndarray:
+    """An array of its own with these values."""
+    pieces = _pieces(values)
+    if len(pieces) == 1:
+        return np.asarray(values)
+    copied = np.empty(values.shape, values.dtype)
+    _assign(copied, values, release, pieces)
+    return copied
+
+
+def _assign(
+    target: np.ndarray,
+    values: np.ndarray,
+    release: Callable[[], None],
+    pieces: list[tuple[slice, ...]] | None = None,
+) -> None:
     """`target[...] = values`: equal dtypes as integers, which NumPy copies much faster."""
     if target.dtype == values.dtype:
         bits = np.dtype(f"u{target.dtype.itemsize}")
         target, values = target.view(bits), values.view(bits)
-    target[...] = values
+    pieces = pieces or _pieces(target)
+    for piece in pieces:
+        target[piece] = values[piece]
+        if len(pieces) > 1:
+            release()
+
+
+def _pieces(array: Any) -> list[tuple[slice, ...]]:
+    """Indices of a matrix's columns, in parts whose bytes, and those between, are a chunk or less.
+
+    The system maps more of a file than is touched: a few rows of a transposed matrix would bring
+    all of it into memory.
+    """
+    strides: tuple[int, ...] = getattr(array, "strides", ())
+    if len(strides) < 2 or strides[1] < strides[0]:
+        return [(slice(None),) * array.ndim]
+    step = max(CHUNK // strides[1], 1)
+    return [(slice(None), slice(first, first + step)) for first in range(0, array.shape[1], step)]
 
 
 def copy_files(names: list[Path], folder: Path) -> None:
