@@ -51,6 +51,13 @@ def check_devices(config: Config, device_count: int, slices: int = 1) -> None:
             f"{key} must be a multiple of the expert axis, {axes['expert']}, which shards it "
             f"(expert_sharding={moe.expert_sharding}); got {dim}",
         )
+    if moe.shard_exp_on_fsdp:
+        holders = axes["fsdp"] * (axes["expert"] if moe.expert_sharding == "expert" else 1)
+        _require(
+            moe.num_experts % holders == 0,
+            f"num_experts must be a multiple of the {holders} devices that hold different ones "
+            f"with shard_exp_on_fsdp=true, got {moe.num_experts}; write shard_exp_on_fsdp=false",
+        )
     _require(
         moe.gmm_backend != "ragged_dot" or moe.expert_sharding == "width" or axes["expert"] == 1,
         f"gmm_backend=ragged_dot needs all experts on each device, got an expert axis of "

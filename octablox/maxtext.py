@@ -30,8 +30,10 @@ ALWAYS: dict[str, tuple[tuple[str, ...], str]] = {
     "use_random_routing": (("false",), "the router routes"),
     "use_tokamax_gmm": (("false",), "gmm_backend chooses the kernels"),
     "use_gmm_v2": (("false",), "gmm_backend chooses the kernels"),
-    "shard_exp_on_fsdp": (("false",), "fsdp shards D; expert_sharding says what expert shards"),
-    "use_2d_fsdp_sharding": (("false",), "fsdp shards D; expert_sharding says what expert shards"),
+    "use_2d_fsdp_sharding": (
+        ("false",),
+        "shard_exp_on_fsdp and expert_sharding say what fsdp and expert shard",
+    ),
     "decoder_block": (("deepseek",), "the model is DeepSeek's"),
     "attention_type": (("mla",), "attention is MLA"),
     "mlp_activations": (("silu,linear",), "every MLP is a SwiGLU"),

@@ -402,7 +402,8 @@ def test_attention_counts_the_blocks_up_to_the_diagonal_at_its_share_of_the_peak
 custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/splash_mha_KIND/pallas_call"}"""
     for kind, widths, share in (
         ("fwd_segmented", 192 + 128, 0.27),
-        ("dkv_segmented", 3 * 192 + 2 * 128, 0.46),
+        ("dkv_segmented", 2 * 192 + 2 * 128, 0.48),
+        ("dq_segmented", 2 * 192 + 128, 0.43),
     ):
         schedule = read(hm.module(entry.replace("KIND", kind)))
         flops = 2 * 4 * 3 * 1024**2 * widths

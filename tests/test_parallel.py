@@ -124,11 +124,13 @@ class On:
     merged: bool = True
     ring: bool = True
     fp8_dispatch: bool = False
+    whole_experts: bool = False
 
     def __str__(self):
         dispatch = ("ring" if self.ring else "all-to-all") + "-fp8" * self.fp8_dispatch
         gating = "merged" if self.merged else "apart"
-        return f"{self.recipe}-{self.sharding}-{self.data}-{self.ways}-{gating}-{dispatch}"
+        whole = "-whole" * self.whole_experts
+        return f"{self.recipe}-{self.sharding}-{self.data}-{self.ways}-{gating}-{dispatch}{whole}"
 
     def exists(self):
         """Whether octablox takes it; else it says what to write instead."""
@@ -150,6 +152,11 @@ DEFAULT_MESHES = [
     On("fp8_blockwise", "width", 1, 2, merged=False),
     On("mxfp8", "expert", 1, 4, fp8_dispatch=True),
     On("int8", "width", 2, 1),
+    On("fp8_full", "expert", 1, 2, whole_experts=True),
+]
+WHOLE_EXPERTS = [
+    On(recipe, sharding, 1, ways, whole_experts=True)
+    for recipe, sharding, ways in itertools.product(RECIPES, SHARDINGS, (1, 4))
 ]
 EVERY_MESH = [
     case
@@ -175,6 +182,7 @@ def one_layer(case, rows):
         merge_gating_gmm=case.merged,
         use_ring_of_experts=case.ring,
         fp8_dispatch=case.fp8_dispatch,
+        shard_exp_on_fsdp=case.whole_experts,
         per_device_batch_size=rows,
     )
 
@@ -212,7 +220,10 @@ def distance(got, expected):
 
 @pytest.mark.parametrize(
     "case",
-    [*DEFAULT_MESHES, *(pytest.param(case, marks=pytest.mark.slow) for case in EVERY_MESH)],
+    [
+        *DEFAULT_MESHES,
+        *(pytest.param(case, marks=pytest.mark.slow) for case in (*EVERY_MESH, *WHOLE_EXPERTS)),
+    ],
     ids=str,
 )
 def test_a_mesh_equals_one_device(case):

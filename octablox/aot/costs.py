@@ -27,7 +27,11 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 # Splash attention's kernels, by the beginning of their names: products that contract or produce a
 # head's key width, those of its value width, and the share of the bf16 peak that blocks of 1,024
 # queries by 1,024 keys reach in the kernel's schedule for TPU7x.
-_ATTENTION = {"splash_mha_fwd": (1, 1, 0.27), "splash_mha_dkv": (3, 2, 0.46)}
+_ATTENTION = {
+    "splash_mha_fwd": (1, 1, 0.27),
+    "splash_mha_dkv": (2, 2, 0.48),
+    "splash_mha_dq": (2, 1, 0.43),
+}
 _ATTENTION_BLOCK = 1024
 
 

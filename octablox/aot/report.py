@@ -163,7 +163,7 @@ class Report:
             "need; copies between HBM and VMEM run beside",
             "a ragged all-to-all sends what an even load makes of it",
             "attention's kernels run at the share of the peak that their schedule for TPU7x has: "
-            "27% forward, 46% backward",
+            "27% forward, 43 to 48% backward",
             "under compute: a matrix product stands between a transfer's start and its end. Rank "
             "by exposed time instead",
             "model FLOPs are 3 x the forward pass; MFU is of the bf16 peak",

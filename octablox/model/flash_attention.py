@@ -18,7 +18,8 @@ from octablox.kernels import vary_like
 from octablox.kernels.pallas_tpu import chip
 
 # Queries and keys of a block, the largest that divides S; what of the keys is computed at once.
-# Of 512 and 1024, the faster by static schedules for TPU7x, as is one kernel for all gradients.
+# Of 512 and 1024, the faster by static schedules for TPU7x. One kernel for all three gradients is
+# faster too, but leaves a sum over blocks of keys to XLA, which takes longer than the second does.
 BLOCKS, COMPUTED_KEYS = (1024, 512, 256, 128), 512
 
 
@@ -90,7 +91,8 @@ def _kernel(heads, sequence, interpret):
         block_q_dkv=block,
         block_kv_dkv=block,
         block_kv_dkv_compute=computed,
-        use_fused_bwd_kernel=True,
+        block_q_dq=block,
+        block_kv_dq=block,
     )
     causal = masks.MultiHeadMask([masks.CausalMask((sequence, sequence))] * heads)
     return splash.make_splash_mha_single_device(causal, block_sizes=sizes, interpret=interpret)

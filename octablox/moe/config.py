@@ -23,6 +23,11 @@ class MoeConfig(BaseModel):
     expert_sharding: Literal["expert", "width"] = Field(
         "expert", description="the dim of expert weights that the expert axis shards: E, or F"
     )
+    shard_exp_on_fsdp: bool = Field(
+        False,
+        description="fsdp shards expert weights by expert, not along D: each device then holds "
+        "whole experts, and gathers them without a change of layout",
+    )
     use_ring_of_experts: bool = Field(
         True,
         description="tokens go to all devices of the expert axis; false: by all-to-all, to those "

@@ -8,7 +8,8 @@ the hardware busy. Both are always *stored* as one weight [E, D, 2, F]: cutting 
 shard its part of gate and of up.
 
 Over the `expert` axis, experts are cut either by expert (E) or by width (F). With F cut, each
-shard computes all experts on its part of F, and `out` is a partial sum over the axis.
+shard computes all experts on its part of F, and `out` is a partial sum over the axis. Over `fsdp`,
+weights are stored in parts and gathered: cut along D, or, with `shard_exp_on_fsdp`, by expert.
 """
 
 import dataclasses
@@ -29,7 +30,13 @@ from octablox.moe.config import MoeConfig
 def specs(config: MoeConfig, width: int) -> dict[str, ParamSpec]:
     """Parameters: `gate_up` [E, D, 2, F] and `down` [E, F, D]."""
     e, f = config.num_experts, config.base_moe_mlp_dim
-    cut_e, cut_f = ("expert", None) if config.expert_sharding == "expert" else (None, "expert")
+    cut_e, cut_f = (("expert",), None) if config.expert_sharding == "expert" else ((), "expert")
+    if config.shard_exp_on_fsdp:
+        cut_e = (*cut_e, *EXPERT_SHARDS)
+        return {
+            "gate_up": ParamSpec((e, width, 2, f), (cut_e, None, None, cut_f), 0, fan_in=width),
+            "down": ParamSpec((e, f, width), (cut_e, cut_f, None), 0, fan_in=f),
+        }
     gate_up = (cut_e, EXPERT_SHARDS, None, cut_f)
     return {
         "gate_up": ParamSpec((e, width, 2, f), gate_up, gather_dim=1, fan_in=width),
@@ -61,15 +68,15 @@ class Experts:
           health: see `gmm.new_health`; its gradient counts the weights' casts.
         """
         e, d, _, f = shard.shape
-        axes = {1: EXPERT_SHARDS, 2: self._width_axes}
-        return self._gather(shard.reshape(e, d, 2 * f), health, dim=1, axes=axes, parts=2)
+        return self._gather(shard.reshape(e, d, 2 * f), health, width_dim=2, parts=2)
 
     def gather_down(self, shard: Float[Array, "E F D"], health: Float[Array, "3 3"]) -> Quantized:
         """One layer's down [E, F, D] from its shard [E', F', D'], see `gather_gate_up`."""
-        axes = {1: self._width_axes, 2: EXPERT_SHARDS}
-        return self._gather(shard, health, dim=2, axes=axes, parts=1)
+        return self._gather(shard, health, width_dim=1, parts=1)
 
-    def _gather(self, shard, health, *, dim, axes, parts):
+    def _gather(self, shard, health, *, width_dim, parts):
+        dim = 0 if self.config.shard_exp_on_fsdp else 3 - width_dim
+        axes = {width_dim: self._width_axes, dim: EXPERT_SHARDS}
         dtypes = jnp.dtype(self.dtype), jnp.dtype(self.config.grad_dtype)
         how = _Gather(self.recipe, *dtypes, dim, tuple(axes.items()), parts)
         return _quantize_and_gather(how, vary(shard), vary(health))
@@ -170,7 +177,7 @@ _quantize_and_gather.defvjp(_quantize_and_gather_forward, _quantize_and_gather_b
 
 
 def _block(cast, dim):
-    return cast.tile[1] if dim == 1 else cast.tile[0]
+    return (1, cast.tile[1], cast.tile[0])[dim]
 
 
 def _blocks_fit(cast, shard_size, dim):
