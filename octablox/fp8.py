@@ -31,7 +31,7 @@ moves exponents and rounds nothing but values that leave the range.
 **Which type.** e4m3 has 3 bits of mantissa and reaches 448; e5m2 has 2 and reaches 57344, with
 twice the rounding error and far more range, which gradients need when one scale serves many.
 Casts saturate. A scale is never 0, NaN or Inf; a NaN stays a NaN in the value (in int8, which
-has none, it becomes 0; the health counts show it as saturated).
+has none, it becomes 0; the counts of `health` show it as saturated).
 
 **Who quantizes.** qwix does activations and gradients. Weights are quantized here, because qwix
 cannot handle an array whose type says `reduced` (an FSDP-gathered weight inside `shard_map`), and
@@ -499,7 +499,7 @@ def quantize_weight(
         # Exact in any dtype, and XLA:CPU would write a float32 copy of a bfloat16 weight.
         largest = jnp.max(jnp.abs(blocks), (2, 4)).astype(jnp.float32)
         amax = _pmax(largest, spanned) * number
-    scale = _safe_scale(amax / _scale_bound(cast.dtype), cast)
+    scale = _safe_scale(amax / scale_bound(cast.dtype), cast)
     return _scaled_down(w.astype(jnp.float32), scale, cast.dtype)
 
 
@@ -511,23 +511,6 @@ def shards_hold_whole_blocks(shard_size: int, block: int | None) -> bool:
 def dequantize(q: QArray) -> Float[Array, "..."]:
     """`value * scale` in float32, of the padded shape."""
     return qwix.dequantize(q)
-
-
-def health(x: Float[Array, "..."], q: QArray) -> Float[Array, "3"]:
-    """How a cast fared: float32 [3] counts of saturated, flushed-to-zero and nonzero elements.
-
-    `x` is what was cast (any shape whose elements line up with `q` when padded with zeros). NaN
-    and Inf count as saturated.
-    """
-    dtype = str(jnp.dtype(q.qtype))
-    x = jnp.pad(x.astype(jnp.float32), [(0, b - a) for a, b in zip(x.shape, q.shape, strict=True)])
-    y = jnp.abs(qwix_core.call_with_generic_broadcast(jnp.divide, x, q.scale))
-    count = lambda condition: jnp.sum(jnp.where(condition, 1.0, 0.0))  # noqa: E731
-    nonzero = y != 0
-    # A hair above the bound: absmax / (absmax / bound) may round up.
-    saturated = ~(y <= _scale_bound(dtype) * 1.001)
-    flushed = nonzero & (y <= _half_smallest(dtype))
-    return jnp.stack([count(saturated), count(flushed), count(nonzero)])
 
 
 def as_varying(x: jax.Array) -> jax.Array:
@@ -629,11 +612,12 @@ def _float8_by_bits(y, dtype):
 
 
 @functools.cache
-def _scale_bound(dtype: str) -> float:
+def scale_bound(dtype: str) -> float:
+    """The magnitude that an absmax is scaled to: the largest that the type holds, or near it."""
     return float(qwix_core.numerics.get_symmetric_bound(dtype))
 
 
 @functools.cache
-def _half_smallest(dtype: str) -> float:
+def half_smallest(dtype: str) -> float:
     """The largest magnitude that rounds to zero."""
     return 0.5 if dtype == "int8" else float(jnp.finfo(dtype).smallest_subnormal) / 2

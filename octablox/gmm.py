@@ -16,6 +16,7 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from octablox import fp8, gmm_explicit, kernels
+from octablox import health as health_counts
 from octablox.fp8 import BF16, QArray, Quantized, Recipe
 from octablox.gmm_explicit import DimAxes
 from octablox.kernels import Scaled
@@ -37,14 +38,13 @@ class _How:
     w_shape: tuple[int, int, int]
 
 
-def new_health() -> Float[Array, "3 3"]:
-    """Zeros float32 [3, 3], to be passed to `gmm` and differentiated.
+def new_health() -> Float[Array, "4 H"]:
+    """Zeros float32 [operands, H], to be passed to `gmm` and differentiated.
 
-    Its gradient counts how the casts fared: rows weights, activations, gradients; columns
-    saturated, flushed to zero, nonzero elements. On a mesh it sums over the devices, replicas
-    too: read the counts as fractions of the nonzero ones.
+    Its gradient counts how the casts fared, see `health`. On a mesh it sums over the devices,
+    replicas too: `health.summary` reads fractions from it.
     """
-    return jnp.zeros((3, 3), jnp.float32)
+    return health_counts.new_counts()
 
 
 def gmm(
@@ -55,7 +55,7 @@ def gmm(
     recipe: Recipe = BF16,
     group_offset: Int[Array, ""] | int = 0,
     axes: DimAxes = DimAxes(),
-    health: Float[Array, "3 3"] | None = None,
+    health: Float[Array, "4 H"] | None = None,
     backend: str = "auto",
 ) -> Float[Array, "M N"]:
     """Grouped matmul: row m of `x` times the matrix of m's group.
@@ -164,7 +164,7 @@ def _backward(how, residuals, dout):
     dout = _only(dout.astype(jnp.float32), rows)
     dlhs, dlhs_health = _dlhs(how, dout, weight, groups, rows)
     drhs, drhs_health = _drhs(how, dout, act, groups, rows)
-    health = jnp.stack([weight_health, act_health, dlhs_health + drhs_health])
+    health = jnp.stack([weight_health, act_health, dlhs_health, drhs_health])
     grads = Quantized(dlhs, None), Quantized(drhs, None)
     return *grads, kernels.vary_like((dlhs, drhs), health), None, None
 
@@ -172,15 +172,15 @@ def _backward(how, residuals, dout):
 def _dlhs(how, dout, weight, groups, rows):
     """dlhs[M, K] = dout[M, N] @ w[E, K, N]^T: w's channel scales move into dout."""
     cast, (m, k) = how.recipe.dlhs_grad, (dout.shape[0], how.w_shape[1])
-    moved, health = None, jnp.zeros(3)
+    moved, health = None, _no_counts()
     if cast and isinstance(weight, QArray):
         weight, moved = _for_dlhs(how, weight)
-    dout = _pad(dout, 1, weight.shape[2])
+    dout = unscaled = _pad(dout, 1, weight.shape[2])
     if moved is not None:
         dout = dout * jnp.take(moved, _group_of_row(m, groups, moved), axis=0)
     if cast:
         q = fp8.quantize(dout, cast, contracted=1, axes={0: how.axes.m, 1: how.axes.n}, rows=rows)
-        health = _health(how, lambda: dout, q)
+        health = _health(how, lambda: dout, q, unscaled)
     dlhs = kernels.run(
         "gmm",
         how.backend,
@@ -196,17 +196,17 @@ def _dlhs(how, dout, weight, groups, rows):
 def _drhs(how, dout, act, groups, rows):
     """drhs[E, K, N] = x^T[K, M] @ dout[M, N]: x's row scales move into dout."""
     cast, (experts, k, n) = how.recipe.drhs_grad, how.w_shape
-    moved, health = None, jnp.zeros(3)
+    moved, health = None, _no_counts()
     if cast and isinstance(act, QArray):
         act, moved = _for_drhs(how, act)
-    dout = _pad(dout, 0, act.shape[0])
+    dout = unscaled = _pad(dout, 0, act.shape[0])
     if moved is not None:  # what scales are of rows that do not count is not known
         dout = _only(dout * moved, rows)
     if cast:
         sharding = {0: how.axes.m, 1: how.axes.n}
         parts = how.recipe.column_parts
         q = fp8.quantize(dout, cast, contracted=0, axes=sharding, rows=rows, parts=parts)
-        health = _health(how, lambda: dout, q)
+        health = _health(how, lambda: dout, q, unscaled)
     drhs = kernels.run(
         "tgmm",
         how.backend,
@@ -226,7 +226,7 @@ def _quantized_act(how, x, width, rows):
     """The activations as they are multiplied, and how their cast fared if it is done here."""
     cast = how.recipe.act
     if x.q is not None or cast is None:
-        return _pad(x.master if x.q is None else x.q, 1, width), jnp.zeros(3)
+        return _pad(x.master if x.q is None else x.q, 1, width), _no_counts()
     act = _pad(x.master, 1, width)
     q = fp8.quantize(act, cast, contracted=1, axes={0: how.axes.m, 1: how.axes.k}, rows=rows)
     return q, _health(how, lambda: _only(act, rows), q)
@@ -236,14 +236,18 @@ def _quantized_weight(how, w):
     """The weight as it is multiplied, and how its cast fared if it is done here."""
     cast, parts = how.recipe.weight, how.recipe.column_parts
     if w.q is not None or cast is None:
-        return (w.master if w.q is None else w.q), jnp.zeros(3)
+        return (w.master if w.q is None else w.q), _no_counts()
     q = fp8.quantize_weight(w.master, cast, axes={1: how.axes.k, 2: how.axes.n}, parts=parts)
     return q, _health(how, lambda: w.master, q)
 
 
-def _health(how, x, q):
-    """The counts of `fp8.health`, or zeros where nobody asks: they cost a pass over the operand."""
-    return fp8.health(x(), q) if how.counts else jnp.zeros(3)
+def _health(how, x, q, unscaled=None):
+    """The counts of a cast, or zeros where nobody asks: they cost a pass over the operand."""
+    return health_counts.counts_of(x(), q, unscaled) if how.counts else _no_counts()
+
+
+def _no_counts():
+    return health_counts.new_counts()[0]
 
 
 def _for_dlhs(how, weight: QArray) -> tuple[QArray, jax.Array | None]:

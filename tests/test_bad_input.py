@@ -147,7 +147,8 @@ def test_a_loss_that_is_nan_ends_the_run_and_keeps_the_checkpoint(tmp_path, monk
         "another run_name with a lower learning_rate, more warmup_steps_fraction, or "
         "quantization=bf16"
     )
-    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5]
+    assert losses(tmp_path)[5] is None  # the step that went wrong is on record
     assert_same_state(saved(tmp_path), before)
     assert train(tmp_path, "steps=6", base="") == 0  # what was saved is good
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]

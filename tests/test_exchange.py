@@ -45,7 +45,7 @@ def test_rows_in_the_recipes_own_cast_change_nothing(recipe):
     assert tiny_model.differing(with_it[:2], without[:2]) == []
     counted = [result[2]["moe_layers"]["health"] for result in (with_it, without)]
     # The act casts of tokens are counted once for each token, not once for each of its copies.
-    assert 0 < counted[0][0, 1, 2] < counted[1][0, 1, 2]
+    assert 0 < counted[0][0, 0, 1, 2] < counted[1][0, 0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -335,28 +335,6 @@ def test_activation_scales_agree_on_shards(method):
     np.testing.assert_allclose(jax.device_get(scale), act(live, cast).scale, rtol=1e-6)
 
 
-# Health.
-
-
-def test_health_counts():
-    cast = Cast(dtype=E4M3, tile=(None, None), calibration="fixed,-448,448")
-    tiny = 2.0**-10  # half the smallest value: rounds to zero
-    x = np.array([[0, 0, 1, -448, 448.2, -1000], [tiny, -tiny, tiny * 1.1, np.nan, np.inf, 2]])
-    np.testing.assert_array_equal(fp8.health(jnp.asarray(x), act(x, cast)), [3, 2, 10])
-
-
-def test_health_lines_up_with_padding():
-    cast = RECIPES["mxfp8"].act
-    x = np.ones((2, 40), np.float32)
-    np.testing.assert_array_equal(fp8.health(jnp.asarray(x), act(x, cast)), [0, 0, 80])
-
-
-def test_health_of_int8_counts_what_becomes_zero():
-    cast = Cast(dtype="int8", tile=(None, None), calibration="fixed,-127.5,127.5")
-    x = np.array([[0.5, 0.51, -0.5, 127.5, 128, np.nan]])
-    np.testing.assert_array_equal(fp8.health(jnp.asarray(x), act(x, cast)), [2, 2, 6])
-
-
 # Calibrations and recipes.
 
 

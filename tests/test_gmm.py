@@ -13,6 +13,7 @@ from jax import numpy as jnp
 from octablox import fp8
 from octablox.fp8 import BF16, RECIPES, Cast, Quantized, Recipe
 from octablox.gmm import gmm, new_health
+from octablox.health import OPERANDS, summary
 
 # Few rows: kernels have tests of their own, and these compile faster.
 M, K, N, E, G, OFFSET = 60, 72, 64, 4, 6, 1
@@ -219,10 +220,16 @@ def test_health_is_the_gradient_of_its_argument(recipe):
     def loss(health):
         return jnp.vdot(gmm(x, w, jnp.asarray(SIZES), recipe=recipe, health=health), dout)
 
-    saturated, flushed, nonzero = np.asarray(jax.jit(jax.grad(loss))(new_health())).T
+    counts = np.asarray(jax.jit(jax.grad(loss))(new_health()))
+    saturated, flushed, nonzero, signal, noise = counts[:, :5].T
     live = sum(SIZES)
     np.testing.assert_array_equal(saturated, 0)
-    np.testing.assert_array_equal(nonzero, [4 * 16 * 24, live * 16, live * 24 + (live - 0) * 24])
+    np.testing.assert_array_equal(nonzero, [4 * 16 * 24, live * 16, live * 24, live * 24])
+    errors = [getattr(recipe, operand).error for operand in OPERANDS]
+    assert (np.sqrt(noise / signal) < np.multiply(errors, 1.5)).all()
+    # What a gradient takes over from another operand's scale is not in its amax.
+    amax = summary(counts)["amax"]
+    assert amax[2] == amax[3] and 1 <= amax[3] / np.abs(dout).max() < 1.2
     assert flushed[1] >= 10 * 16
 
 
@@ -233,7 +240,7 @@ def test_nothing_is_counted_when_nobody_asks():
         run = functools.partial(gmm, recipe=RECIPES["fp8_full"], health=health)
         return str(jax.make_jaxpr(run)(x, w, jnp.asarray(SIZES))).count("= reduce_sum")
 
-    assert counts(new_health()) == counts(None) + 2 * 3
+    assert counts(new_health()) == counts(None) + 2 * 5
 
 
 # Weights that come quantized, and merged ones.

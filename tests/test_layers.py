@@ -14,7 +14,7 @@ LAYERS = [
         *("octablox.moe.config", "octablox.model.config", "octablox.fp8_blocks"),
     ],
     ["octablox.weights."],
-    ["octablox.layer_scan", "octablox.gmm_explicit"],
+    ["octablox.layer_scan", "octablox.gmm_explicit", "octablox.health"],
     ["octablox.gmm"],
     ["octablox.moe."],
     ["octablox.model.", "octablox.maxtext"],

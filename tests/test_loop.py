@@ -9,6 +9,9 @@ from training_runs import checkpoint_steps, losses, rows, train
 
 from octablox import cli, config
 from octablox.errors import UserError
+from octablox.fp8 import RECIPES
+from octablox.health import OPERANDS
+from octablox.moe.experts import GEMMS
 
 
 def first_loss(vocabulary):
@@ -81,6 +84,23 @@ def test_the_launch_line_trains(launched):
     assert losses(folder)[1] == pytest.approx(first_loss(320), rel=0.08)
 
 
+def test_the_casts_of_each_layer_are_logged(launched):
+    """At the first step and before evaluations; with `fixed` calibrations nothing is in doubt."""
+    folder, _ = launched
+    logged = rows(folder, "health")
+    assert [row["step"] for row in logged] == [1, 2, 4]
+    for row in logged:
+        names = {key.rsplit(".", 1)[0] for key in row if "." in key}
+        layers = ("layers.1", "mtp.0")  # the first of two layers is dense
+        assert names == {f"{x}.{y}.{z}" for x in layers for y in GEMMS for z in OPERANDS}
+        for name in names:
+            cast = getattr(RECIPES["fp8_full"], name.rsplit(".", 1)[1])
+            assert row[f"{name}.saturated"] == 0
+            assert 0 <= row[f"{name}.flushed"] < 0.2
+            assert row[f"{name}.sqnr_db"] > -20 * math.log10(1.5 * cast.error)
+            assert 0 < row[f"{name}.amax"] < 10
+
+
 def test_a_run_leaves_its_files(launched):
     folder, _ = launched
     run = folder / "run"
@@ -136,6 +156,7 @@ def test_the_loss_falls_and_a_bf16_run_has_no_fp8_health(tmp_path, capsys):
     assert min(curve[39], curve[40]) < curve[1] - 1
     assert set(rows(tmp_path, "train")[0]) == TRAIN_KEYS
     assert rows(tmp_path, "eval")[-1]["eval_loss"] < curve[1] - 1
+    assert rows(tmp_path, "health") == []
     assert "fp8" not in capsys.readouterr().out
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 

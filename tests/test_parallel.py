@@ -249,7 +249,7 @@ def test_a_mesh_equals_one_device(case):
     )
     loads = [grads["moe_layers"]["router"]["bias"] for grads in (got[1], expected[1])]
     np.testing.assert_array_equal(*loads)
-    counted = [counts["moe_layers"]["health"][0, 0, 2] for counts in (got[2], expected[2])]
+    counted = [counts["moe_layers"]["health"][0, 0, 0, 2] for counts in (got[2], expected[2])]
     assert counted[0] == pytest.approx(counted[1] * case.data)
 
 

@@ -134,13 +134,13 @@ def _weight_groups(settings, dense, probes):
     kernel = _kernel(settings)
 
     def gate_up(shards):
-        return {"gate_up": kernel.gather_gate_up(shards["gate_up"], shards["health"])}
+        return {"gate_up": kernel.gather_gate_up(shards["gate_up"], shards["health"][0])}
 
     def rest(shards):
         return {
             **{name: gather(specs[name], shards[name], settings.dtype) for name in dense},
             "router": gather(specs["router"], shards["router"], jnp.float32),
-            "down": kernel.gather_down(shards["down"], shards["health"]),
+            "down": kernel.gather_down(shards["down"], shards["health"][1]),
             **{name: shards[name] for name in probes},
         }
 
@@ -176,7 +176,8 @@ class _MoeStages:
         moe, h = self.settings.moe, carry["h"]
         way, chosen = self._way(carry["chosen"])
         if moe.fp8_dispatch:
-            tokens = exchange.send(h, way, weights["health"], fp8.wire_cast(self.settings.recipe))
+            cast = fp8.wire_cast(self.settings.recipe)
+            tokens = exchange.send(h, way, weights["health"][0], cast)
         else:
             tokens = way.spread(h)
         order = sort_copies(chosen, moe.num_experts, _first_expert(moe))

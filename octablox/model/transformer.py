@@ -13,6 +13,7 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
+from octablox.health import new_counts
 from octablox.layer_scan import run_layers
 from octablox.mesh import AXES, gather, map_specs, norm_weight, vary_uncut, weight
 from octablox.model.attention import rms_norm, rotary_angles
@@ -26,6 +27,7 @@ from octablox.model.layers import (
     moe_shards,
 )
 from octablox.moe.config import MoeConfig
+from octablox.moe.experts import GEMMS
 
 # Tokens whose logits exist at the same time.
 LOSS_CHUNK = 2048
@@ -62,16 +64,24 @@ def parameter_specs(model: ModelConfig, moe: MoeConfig) -> dict:
 def new_probes(model: ModelConfig) -> dict[str, dict[str, jax.Array]]:
     """Zeros whose gradients are counts, for each kind of MoE layers (layers L first).
 
-    `health` [L, 3, 3]: how casts fared, see `gmm.new_health`. `overflow` [L]: micro-batches whose
-    rows did not fit the buffer, see `moe.overflow`.
+    `health` [L, GEMMs, operands, H]: how casts fared, see `health` and `experts.GEMMS`.
+    `overflow` [L]: micro-batches whose rows did not fit the buffer, see `moe.overflow`.
     """
-    layers = {"moe_layers": model.base_num_decoder_layers - model.first_num_dense_layers}
-    layers["mtp"] = model.mtp_num_layers
+    shape = len(GEMMS), *new_counts().shape
     return {
-        name: {"health": jnp.zeros((count, 3, 3)), "overflow": jnp.zeros(count)}
-        for name, count in layers.items()
-        if count
+        stack: {"health": jnp.zeros((len(names), *shape)), "overflow": jnp.zeros(len(names))}
+        for stack, names in moe_layer_names(model).items()
     }
+
+
+def moe_layer_names(model: ModelConfig) -> dict[str, list[str]]:
+    """What the MoE layers of each stack are called: `layers.3` is the model's fourth layer."""
+    first, layers = model.first_num_dense_layers, model.base_num_decoder_layers
+    names = {
+        "moe_layers": [f"layers.{n}" for n in range(first, layers)],
+        "mtp": [f"mtp.{n}" for n in range(model.mtp_num_layers)],
+    }
+    return {stack: found for stack, found in names.items() if found}
 
 
 def loss(

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from octablox import fp8
 from octablox.fp8 import Cast, Quantized
+from octablox.health import counts_of
 from octablox.mesh import vary
 
 
@@ -53,7 +54,7 @@ class Ring:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def send(
-    tokens: Float[Array, "t D"], way: Way, health: Float[Array, "3 3"], cast: Cast
+    tokens: Float[Array, "t D"], way: Way, health: Float[Array, "4 H"], cast: Cast
 ) -> Quantized:
     """Tokens [t, D] to [T, D], quantized by `cast` before they travel.
 
@@ -67,14 +68,14 @@ def _send_forward(tokens, way, health, cast):
     q = fp8.quantize(tokens, cast, contracted=1)
     shape = tokens.shape[0] * lax.axis_size("expert"), tokens.shape[1]
     travelled = fp8.new_quantized(jax.tree.map(way.spread, q), shape, tokens.dtype)
-    return travelled, (way, fp8.health(tokens, q))
+    return travelled, (way, counts_of(tokens, q))
 
 
 def _send_backward(cast, residuals, grad):
     del cast
     way, counts = residuals
     rest = jnp.zeros_like(counts)
-    return way.collect(grad.master), None, jnp.stack([rest, counts, rest])
+    return way.collect(grad.master), None, jnp.stack([rest, counts, rest, rest])
 
 
 send.defvjp(_send_forward, _send_backward)

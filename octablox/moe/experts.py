@@ -23,8 +23,12 @@ from jaxtyping import Array, Float, Int
 from octablox import fp8
 from octablox.fp8 import QArray, Quantized, Recipe
 from octablox.gmm import DimAxes, gmm
+from octablox.health import OPERANDS, counts_of, new_counts
 from octablox.mesh import AXES, EXPERT_SHARDS, ParamSpec, vary
 from octablox.moe.config import MoeConfig
+
+# The grouped matmuls of a layer, gate and up as one; in the order of their health.
+GEMMS = ("gate_up", "down")
 
 
 def specs(config: MoeConfig, width: int) -> dict[str, ParamSpec]:
@@ -59,7 +63,7 @@ class Experts:
     dtype: jnp.dtype
 
     def gather_gate_up(
-        self, shard: Float[Array, "E D 2 F"], health: Float[Array, "3 3"]
+        self, shard: Float[Array, "E D 2 F"], health: Float[Array, "4 H"]
     ) -> Quantized:
         """One layer's gate and up [E, D, 2F] from its shard: quantized, then gathered over `fsdp`.
 
@@ -70,7 +74,7 @@ class Experts:
         e, d, _, f = shard.shape
         return self._gather(shard.reshape(e, d, 2 * f), health, width_dim=2, parts=2)
 
-    def gather_down(self, shard: Float[Array, "E F D"], health: Float[Array, "3 3"]) -> Quantized:
+    def gather_down(self, shard: Float[Array, "E F D"], health: Float[Array, "4 H"]) -> Quantized:
         """One layer's down [E, F, D] from its shard [E', F', D'], see `gather_gate_up`."""
         return self._gather(shard, health, width_dim=1, parts=1)
 
@@ -87,32 +91,30 @@ class Experts:
         rows: Float[Array, "R D"] | Quantized,
         row_weights: Float[Array, " R"],
         group_sizes: Int[Array, " E"],
-        health: Float[Array, "3 3"],
+        health: Float[Array, "2 4 H"],
     ) -> Float[Array, "R D"]:
         """Rows [R, D] through their experts, times their weights; zero for experts held elsewhere.
 
-        The weights multiply the hidden rows, which are fewer numbers than the results.
+        The weights multiply the hidden rows, which are fewer numbers than the results. `health`
+        is that of each of `GEMMS`, see `gmm.new_health`.
         """
-        multiply = functools.partial(
-            gmm,
-            group_sizes=group_sizes,
-            health=health,
-            backend=self.config.gmm_backend,
-        )
+        multiply = functools.partial(gmm, group_sizes=group_sizes, backend=self.config.gmm_backend)
         width = self._width_axes
         row_axes = tuple(axis for axis in AXES if axis not in width)
         into, out_of = DimAxes(m=row_axes, n=width), DimAxes(m=row_axes, k=width)
         if self.config.merge_gating_gmm:
-            both = multiply(rows, weights["gate_up"], recipe=self.recipe.merged(2), axes=into)
+            recipe = self.recipe.merged(2)
+            both = multiply(rows, weights["gate_up"], recipe=recipe, axes=into, health=health[0])
             gate, up = jnp.split(both, 2, axis=1)
         else:
             gate, up = (
-                multiply(rows, half, recipe=self.recipe, axes=into)
+                multiply(rows, half, recipe=self.recipe, axes=into, health=health[0])
                 for half in _halves(weights["gate_up"])
             )
         hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
         hidden = (hidden * row_weights[:, None]).astype(self.dtype)
-        return multiply(hidden, weights["down"], recipe=self.recipe, axes=out_of)
+        down = weights["down"]
+        return multiply(hidden, down, recipe=self.recipe, axes=out_of, health=health[1])
 
     @property
     def _width_axes(self):
@@ -147,19 +149,19 @@ def _quantize_and_gather_forward(how, shard, health):
     all_gather = functools.partial(
         lax.all_gather, axis_name=EXPERT_SHARDS, axis=how.dim, tiled=True
     )
-    cast, axes, counts = how.recipe.weight, dict(how.axes), jnp.zeros(3)
+    cast, axes, counts = how.recipe.weight, dict(how.axes), new_counts()[0]
     if cast is None:
         value = all_gather(shard.astype(how.dtype))
     elif _blocks_fit(cast, shard.shape[how.dim], how.dim):
         q = fp8.quantize_weight(shard, cast, axes=axes, parts=how.parts)
-        counts = fp8.health(shard, q)
+        counts = counts_of(shard, q)
         scale = all_gather(vary(q.scale)) if _scale_is_cut(cast, how.dim) else q.scale
         value = QArray(all_gather(q.qvalue), scale, None, q.qtype)
     else:
         whole = all_gather(shard)
         rest = {dim: names for dim, names in axes.items() if dim != how.dim}
         value = fp8.quantize_weight(whole, cast, axes=rest, parts=how.parts)
-        counts = fp8.health(whole, value) / lax.axis_size(EXPERT_SHARDS)
+        counts = counts_of(whole, value) / lax.axis_size(EXPERT_SHARDS)
     shape = list(shard.shape)
     shape[how.dim] *= lax.axis_size(EXPERT_SHARDS)
     value = jax.tree.map(vary, value)
@@ -169,8 +171,8 @@ def _quantize_and_gather_forward(how, shard, health):
 def _quantize_and_gather_backward(how, residuals, grad):
     counts, shard = residuals
     scattered = lax.psum_scatter(grad.master, EXPERT_SHARDS, scatter_dimension=how.dim, tiled=True)
-    rest = jnp.zeros_like(counts)
-    return scattered.astype(shard.dtype), jnp.stack([counts, rest, rest])
+    rest = [jnp.zeros_like(counts)] * (len(OPERANDS) - 1)
+    return scattered.astype(shard.dtype), jnp.stack([counts, *rest])
 
 
 _quantize_and_gather.defvjp(_quantize_and_gather_forward, _quantize_and_gather_backward)

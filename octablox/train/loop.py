@@ -19,11 +19,15 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from octablox import config as configs
+from octablox import health
 from octablox import mesh as meshes
 from octablox.checks import global_batch_size, resolve_mesh_shape, resolve_slices
 from octablox.config import Config, Resolved
 from octablox.errors import UserError
 from octablox.fp8 import recipe_from_config
+from octablox.model import transformer
+from octablox.model.config import ModelConfig
+from octablox.moe.experts import GEMMS
 from octablox.train import hosts
 from octablox.train.checkpoint import Checkpoints
 from octablox.train.data import Data, make_data
@@ -182,13 +186,18 @@ class _Run:
             # The data's state as a resumed run needs it: before the next batch is drawn.
             data_state = self._data.train.get_state()
             batch = self._trainer.place(next(self._data.train))
+            counts = metrics.pop("health", {})  # stays on the devices until it is logged
             self._take(step, jax.device_get(metrics))
             # All processes stop after the same step, whichever was asked to.
             stop = SIGNALS[hosts.largest(SIGNALS.index(interrupt.requested))]
-            last = step == self._run.steps
-            if step % self._run.log_period == 0 or last or stop or step == first + 1:
+            last, went_wrong = step == self._run.steps, not self._is_finite()
+            if step % self._run.log_period == 0 or last or stop or went_wrong or step == first + 1:
                 self._log(step, writer, progress)
-            if last or (self._run.eval_interval > 0 and step % self._run.eval_interval == 0):
+            due = self._run.eval_interval > 0 and step % self._run.eval_interval == 0
+            if last or due or went_wrong or step == first + 1:
+                self._log_health(step, counts, writer)
+            self._require_finite(step)
+            if last or due:
                 self._evaluate(step, state, writer, progress)
             if saving and (checkpoints.due(step) or last or stop):
                 checkpoints.save(step, state, data_state, blocking=last or stop is not None)
@@ -197,7 +206,7 @@ class _Run:
         return "finished"
 
     def _take(self, step, metrics) -> None:
-        """Keeps a step's numbers; a loss that is no number ends the run."""
+        """Keeps a step's numbers."""
         now = time.monotonic()
         clock = self._clock
         clock.steps += 1
@@ -205,7 +214,13 @@ class _Run:
             clock.first_step = now - clock.started
         self._last = {"step": step, **{name: float(value) for name, value in metrics.items()}}
         self._losses.append(self._last["loss"])
-        if not all(math.isfinite(self._last[name]) for name in ("loss", "grad_norm")):
+
+    def _is_finite(self) -> bool:
+        return all(math.isfinite(self._last[name]) for name in ("loss", "grad_norm"))
+
+    def _require_finite(self, step) -> None:
+        """A loss that is no number ends the run, once it is logged."""
+        if not self._is_finite():
             raise UserError(
                 f"loss and gradient norm must be finite, got {self._last['loss']} and "
                 f"{self._last['grad_norm']} at step {step} {self._what_to_do()}"
@@ -237,6 +252,12 @@ class _Run:
         self._last["mean_loss"] = row["loss"]
         clock.steps, self._losses = 0, []
         clock.window = time.monotonic()
+
+    def _log_health(self, step, counts, writer) -> None:
+        """Writes how the casts of each layer's GEMMs fared in this step."""
+        row = _health_row(self._config.model, jax.device_get(counts)) if self._is_fp8 else {}
+        if row:
+            writer.write({"step": step, "kind": "health", **row})
 
     def _evaluate(self, step, state, writer, progress) -> None:
         """Mean loss of the held-out split, over its counted tokens."""
@@ -296,6 +317,18 @@ class _Run:
         if base != type(self._run).model_fields["base_output_directory"].default:
             args.append(f"base_output_directory={base}")
         return shlex.join(["octablox", "train", *args])
+
+
+def _health_row(model: ModelConfig, counts: dict[str, np.ndarray]) -> dict[str, float]:
+    """`layers.3.gate_up.act.amax` and so on: `health.FIGURES` of every cast, by stack's counts."""
+    names = transformer.moe_layer_names(model)
+    row: dict[str, float] = {}
+    for stack, figures in ((stack, health.summary(of)) for stack, of in counts.items()):
+        for at in np.ndindex(figures["amax"].shape):
+            cast = names[stack][at[0]], GEMMS[at[1]], health.OPERANDS[at[2]]
+            if not np.isnan(figures["amax"][at]):  # else nothing was cast
+                row |= {".".join((*cast, name)): float(figures[name][at]) for name in figures}
+    return row
 
 
 def _make_mesh(config: Config) -> Mesh:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from octablox import fp8
 from octablox.config import Config
+from octablox.health import COUNTS
 from octablox.mesh import (
     AXES,
     batch_partition,
@@ -186,7 +187,7 @@ class Trainer:
         }
 
     def _step(self, state: TrainState, batch: dict) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One optimizer step: the new state, and scalars to log."""
+        """One optimizer step: the new state, and what to log: scalars, and `health` by layers."""
         grads, metrics = self._on_mesh(self._grads, (self._param_specs(), PartitionSpec()))(
             state.params, batch
         )
@@ -273,19 +274,21 @@ def _merge(trainable, biases):
 def _counts_to_log(probes):
     """What the probes counted: fractions of casts, and how often rows did not fit their buffer.
 
-    Fractions are of the nonzero elements of all weights, activations and gradients that were cast.
-    Empty where no layer has experts.
+    Fractions are of the nonzero elements of all weights, activations and gradients that were cast;
+    `health` holds the counts of each layer. Empty where no layer has experts.
     """
     if not probes:
         return {}
-    totals = sum(jnp.sum(layers["health"], axis=0) for layers in probes.values())
-    fractions = totals[:, :2] / jnp.maximum(totals[:, 2:], 1.0)
+    weight, act, *grads = sum(jnp.sum(layers["health"], axis=(0, 1)) for layers in probes.values())
     overflows = sum(jnp.sum(layers["overflow"]) for layers in probes.values())
     return {
-        f"{operand}_{what}": fractions[row, column]
-        for row, operand in enumerate(("weight", "act", "grad"))
+        f"{operand}_{what}": counts[column] / jnp.maximum(counts[COUNTS.index("nonzero")], 1.0)
+        for operand, counts in (("weight", weight), ("act", act), ("grad", sum(grads)))
         for column, what in enumerate(("saturated", "flushed"))
-    } | {"buffer_overflows": overflows / lax.axis_size(AXES)}
+    } | {
+        "buffer_overflows": overflows / lax.axis_size(AXES),
+        "health": {stack: layers["health"] for stack, layers in probes.items()},
+    }
 
 
 def _imbalance(loads):
