@@ -63,7 +63,9 @@ def counts_of(
 
 def _bucket(x):
     """Float32 [buckets]: one in the bucket of the largest magnitude."""
-    amax = jnp.max(jnp.abs(x.astype(jnp.float32)))
+    x = x.astype(jnp.float32)
+    # A maximum may pass over NaN on CPU.
+    amax = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)))
     number = jnp.ceil(_PER_OCTAVE * (jnp.log2(amax) - _LOWEST))
     number = jnp.where(jnp.isfinite(amax), jnp.clip(number, 0, _BUCKETS - 2), _BUCKETS - 1)
     return jnp.where(lax.iota(jnp.float32, _BUCKETS) == number, 1.0, 0.0)

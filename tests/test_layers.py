@@ -22,7 +22,7 @@ LAYERS = [
     ["octablox.checks"],
     ["octablox.config", "octablox.presets."],
     ["octablox.train.", "octablox.show"],
-    ["octablox.aot."],
+    ["octablox.aot.", "octablox.compare."],
     ["octablox.bench", "octablox.hf.", "octablox.generate"],
     ["octablox.cli"],
     ["octablox.__main__"],

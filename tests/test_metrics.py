@@ -15,7 +15,7 @@ from octablox.errors import UserError
 from octablox.train import metrics
 from octablox.train.metrics import MetricsWriter, read_metrics, write_atomically
 from octablox.train.progress import Progress
-from octablox.train.report import _smoothed, plot_loss, summary_table, write_summary
+from octablox.train.report import plot_loss, smoothed, summary_table, write_summary
 
 
 def train_row(step, loss=2.5):
@@ -206,10 +206,10 @@ def test_loss_picture_of_a_run_that_logged_nothing(tmp_path):
 
 def test_smoothing_keeps_lines_and_removes_noise():
     line = np.linspace(5.0, 2.0, 200)
-    np.testing.assert_allclose(_smoothed(line), line, atol=1e-12)
+    np.testing.assert_allclose(smoothed(line), line, atol=1e-12)
     noise = np.where(np.arange(200) % 2, 1.0, -1.0)
-    assert np.abs(_smoothed(noise)[20:-20]).max() < 0.1
-    assert _smoothed(np.array([3.0])).tolist() == [3.0]
+    assert np.abs(smoothed(noise)[20:-20]).max() < 0.1
+    assert smoothed(np.array([3.0])).tolist() == [3.0]
 
 
 # The summary

@@ -270,12 +270,12 @@ class _Run:
         ]
         loss, tokens = np.sum(np.array(sums, np.float64), axis=0)
         self._eval_loss = float(loss / tokens)
+        writer.write({"step": step, "kind": "eval", "eval_loss": self._eval_loss})
         if not math.isfinite(self._eval_loss):
             raise UserError(
                 f"eval loss must be finite, got {self._eval_loss} after step {step} "
                 f"{self._what_to_do()}"
             )
-        writer.write({"step": step, "kind": "eval", "eval_loss": self._eval_loss})
         progress.eval(self._eval_loss, step)
         self._clock.window += time.monotonic() - began
 

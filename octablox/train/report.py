@@ -37,7 +37,7 @@ def plot_loss(folder: str | os.PathLike, title: str, bigram_nats: float) -> Path
         axes.plot(steps, loss, color=_BLUE, alpha=0.3, linewidth=0.9)
         marker = "o" if loss.size == 1 else ""  # a line of one point shows nothing
         label = "train (smoothed)"
-        axes.plot(steps, _smoothed(loss), color=_BLUE, marker=marker, linewidth=1.8, label=label)
+        axes.plot(steps, smoothed(loss), color=_BLUE, marker=marker, linewidth=1.8, label=label)
     if evaluated.size:
         label = f"eval, last {evaluated[1, -1]:.3f}"
         axes.plot(*evaluated, color=_ORANGE, marker="o", markersize=5, linewidth=1.2, label=label)
@@ -61,7 +61,7 @@ def _curve(rows: list[dict[str, Any]], kind: str, key: str) -> np.ndarray:
     return np.array(points, np.float64).T
 
 
-def _smoothed(loss: np.ndarray) -> np.ndarray:
+def smoothed(loss: np.ndarray) -> np.ndarray:
     """[n] centred running mean over about 5% of the run, narrower towards both ends."""
     half = len(loss) // 40
     total = np.concatenate([[0.0], np.cumsum(loss)])

@@ -124,13 +124,24 @@ class Trainer:
         """Compiles `step` for batches [B, S]; may run in a thread while data is being read."""
         lowered = self.lower_step(batch_shape)
         with jax.set_mesh(self.mesh):
-            self.step = lowered.compile()
+            self.step = lowered.compile(self._compiler_options)
 
     def compile_eval(self, batch_shape: tuple[int, int]) -> None:
         """Compiles `eval_sums`; see `compile_step`."""
         with jax.set_mesh(self.mesh):
             params, batch = self.abstract_state().params, self._abstract_batch(batch_shape)
-            self.eval_sums = self.eval_sums.lower(params, batch).compile()
+            lowered = self.eval_sums.lower(params, batch)
+            self.eval_sums = lowered.compile(self._compiler_options)
+
+    @property
+    def _compiler_options(self) -> dict[str, bool]:
+        """On CPU, bfloat16 is rounded wherever the program says so.
+
+        XLA may keep what it fuses in float32, and fuses one schedule otherwise than another: with
+        this their losses are equal to the bit.
+        """
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return {"xla_allow_excess_precision": False} if on_cpu else {}
 
     def init(self) -> TrainState:
         """A new state; the same for every mesh.
