@@ -34,12 +34,12 @@ GEMMS = ("gate_up", "down")
 def specs(config: MoeConfig, width: int) -> dict[str, ParamSpec]:
     """Parameters: `gate_up` [E, D, 2, F] and `down` [E, F, D]."""
     e, f = config.num_experts, config.base_moe_mlp_dim
-    cut_e, cut_f = (("expert",), None) if config.expert_sharding == "expert" else ((), "expert")
+    cut_e, cut_f = ("expert", None) if config.expert_sharding == "expert" else (None, "expert")
     if config.shard_exp_on_fsdp:
-        cut_e = (*cut_e, *EXPERT_SHARDS)
+        both = (cut_e, *EXPERT_SHARDS) if cut_e else EXPERT_SHARDS
         return {
-            "gate_up": ParamSpec((e, width, 2, f), (cut_e, None, None, cut_f), 0, fan_in=width),
-            "down": ParamSpec((e, f, width), (cut_e, cut_f, None), 0, fan_in=f),
+            "gate_up": ParamSpec((e, width, 2, f), (both, None, None, cut_f), 0, fan_in=width),
+            "down": ParamSpec((e, f, width), (both, cut_f, None), 0, fan_in=f),
         }
     gate_up = (cut_e, EXPERT_SHARDS, None, cut_f)
     return {
