@@ -58,8 +58,8 @@ from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Float
 
-# The calibrate and scale steps of `qwix.quantize` apart: between them the absmax is shared
-# across shards, which the public function has no place for.
+# The calibrate step of `qwix.quantize` alone: after it the absmax is shared across shards, which
+# the public function has no place for.
 from qwix._src.core import qarray as qwix_core
 from qwix._src.core.qarray import QArray
 
@@ -450,8 +450,10 @@ def quantize(
     elif kind == "rms":
         total = jnp.square(amax) * math.prod(tile)
         amax = jnp.sqrt(_mean(total, tile, counted, spanned))
-    scale, _ = qwix_core.compute_scale_zero_point({"absmax": amax}, cast.dtype)
-    return _scaled_down(x, _safe_scale(scale, cast), cast.dtype)
+    # Not qwix's own scale, which gives up below 1e-19: a gradient of 1e-12 that has taken over a
+    # weight's scale would become zero.
+    scale = _safe_scale(amax / scale_bound(cast.dtype), cast)
+    return _scaled_down(x, scale, cast.dtype)
 
 
 def quantize_weight(
@@ -567,9 +569,7 @@ def _psum(x, axes):
 
 
 def _safe_scale(scale, cast):
-    scale = jnp.where(
-        jnp.isfinite(scale) & (scale > jnp.finfo(jnp.float32).tiny ** 0.5), scale, 1.0
-    )
+    scale = jnp.where(jnp.isfinite(scale) & (scale >= jnp.finfo(jnp.float32).tiny), scale, 1.0)
     if not cast.power_of_two:
         return scale
     mantissa, exponent = jnp.frexp(scale)

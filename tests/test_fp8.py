@@ -62,6 +62,17 @@ def test_casts_saturate(dtype, beyond):
         )
 
 
+@pytest.mark.parametrize("magnitude", [1e30, 1e-12, 1e-22, 1e-32])
+@pytest.mark.parametrize("name", ["fp8_full", "fp8_blockwise", "mxfp8", "int8"])
+def test_no_magnitude_is_lost(name, magnitude):
+    """Neither large values nor gradients that a mean over many tokens has made small."""
+    x = jax.random.normal(jax.random.key(0), (8, 256))
+    cast = RECIPES[name].dlhs_grad
+    for q in (act(x * magnitude, cast), weight(x[None] * magnitude, RECIPES[name].weight)):
+        got = np.asarray(fp8.dequantize(q), np.float64).reshape(x.shape) / magnitude
+        assert reference.relative_error(got, x) < 1.5 * cast.error
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_cast_is_that_of_qwix_to_the_bit(dtype):
     # Every sign, exponent and leading 12 bits of mantissa, with what rounds down, ties, rounds up.
