@@ -3,7 +3,6 @@
 M rows, K contracted, N output columns, E experts; see `kernels.static_gmm` for what is read.
 """
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -20,6 +19,7 @@ from octablox.errors import UserError
 from octablox.kernels import static_gmm, tiles
 from octablox.kernels.chips import CHIPS, chip_of_topology
 from octablox.kernels.static_schedule import TOPOLOGIES, CompileError
+from octablox.options import Parser
 
 # The products' names in `octablox show`, as the kernels have them.
 _KERNELS: dict[str, static_gmm.Product] = {"out": "gmm", "dlhs": "dlhs", "drhs": "tgmm"}
@@ -44,14 +44,9 @@ class Options:
     json: Path | None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"bench: {message}; octablox bench --help")
-
-
 def parse(args: Sequence[str]) -> tuple[Options, list[str]]:
     """Options, and the arguments that are settings."""
-    parser = _Parser(prog="octablox bench", add_help=False, allow_abbrev=False)
+    parser = Parser("bench")
     parser.add_argument("what", choices=["gmm"])
     parser.add_argument("--static", action="store_true", required=True)
     parser.add_argument("--chip", choices=TOPOLOGIES)

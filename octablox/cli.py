@@ -166,38 +166,23 @@ def _convert_help() -> str:
     return command.help_text(VERBS["convert"].summary)
 
 
+def check(args: Sequence[str]) -> int:
+    """Measures every recipe's error on this machine against float64, beside its budget."""
+    from octablox import accuracy
+
+    return accuracy.check(args)
+
+
 def _compare_help() -> str:
     from octablox.compare import plan
 
-    verb = VERBS["compare"]
-    lines = [
-        "octablox compare [key=value ...] [options]",
-        "",
-        verb.summary,
-        "",
-        f"  {verb.example}",
-    ]
-    lines += ["", "options:"]
-    for action in plan.parser()._actions:
-        if action.option_strings:
-            name = f"{action.option_strings[0]} {action.metavar or ''}".strip()
-            text = (action.help or "") % {"default": action.default}
-            lines += textwrap.wrap(
-                f"{name:{_KEY_WIDTH}}{text}",
-                100,
-                initial_indent="  ",
-                subsequent_indent=" " * (_KEY_WIDTH + 2),
-            )
-    lines += [
-        "",
-        "keys: every key of a run, of all runs alike (octablox train --help lists them).",
-    ]
-    lines += [
-        "run_name=NAME names the comparison's folder, where report.html, compare.json, the",
-    ]
-    lines += ["pictures and the run folders are; the same command again resumes it.", ""]
-    lines += ["Exit code 0: every variant passes. 1: one does not. 2: an error, in one line."]
-    return "\n".join(lines)
+    return plan.help_text(VERBS["compare"].summary, VERBS["compare"].example)
+
+
+def _check_help() -> str:
+    from octablox import accuracy
+
+    return accuracy.help_text(VERBS["check"].summary, VERBS["check"].example)
 
 
 _KEY_WIDTH = 40  # of a help line: name and default
@@ -225,6 +210,7 @@ VERBS = {
         "octablox compile model_name=deepseek2-16b compile_topology=tpu7x:2x2x2",
         _compile_help,
     ),
+    "check": Verb(check, "octablox check --recipe fp8_full --json check.json", _check_help),
     "compare": Verb(
         compare,
         "octablox compare --recipes fp8_full,fp8_blockwise --seeds 3 model_name=demo steps=1000",

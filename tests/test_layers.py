@@ -8,7 +8,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "octablox"
 # From the lowest to the highest; a name that ends in a dot is all of a package.
 LAYERS = [
     ["octablox.errors"],
-    ["octablox.kernels."],
+    ["octablox.kernels.", "octablox.options"],
     [
         *("octablox.mesh", "octablox.fp8", "octablox.schedule", "octablox.training_config"),
         *("octablox.moe.config", "octablox.model.config", "octablox.fp8_blocks"),
@@ -23,7 +23,7 @@ LAYERS = [
     ["octablox.config", "octablox.presets."],
     ["octablox.train.", "octablox.show"],
     ["octablox.aot.", "octablox.compare."],
-    ["octablox.bench", "octablox.hf.", "octablox.generate"],
+    ["octablox.bench", "octablox.accuracy", "octablox.hf.", "octablox.generate"],
     ["octablox.cli"],
     ["octablox.__main__"],
 ]

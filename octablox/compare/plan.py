@@ -15,6 +15,7 @@ from octablox import config as configs
 from octablox.config import Config
 from octablox.errors import UserError
 from octablox.fp8 import RECIPES
+from octablox.options import Parser
 
 SCHEDULES = ("sequential", "batch_split")
 REFERENCE = "bf16"
@@ -103,14 +104,9 @@ class Plan:
         return [run for run in self.runs if run.variant == variant]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"compare: {message}; octablox compare --help")
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Of the options, which may stand anywhere among the settings."""
-    made = _Parser(prog="octablox compare", add_help=False, allow_abbrev=False)
+    made = Parser("compare")
     made.add_argument(
         "--recipes",
         default="fp8_full,fp8_blockwise",
@@ -149,6 +145,18 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("keys", nargs="*")
     return made
+
+
+def help_text(summary: str, example: str) -> str:
+    """What `octablox compare --help` prints."""
+    after = [
+        "keys: every key of a run, of all runs alike (octablox train --help lists them).",
+        "run_name=NAME names the comparison's folder, where report.html, compare.json, the",
+        "pictures and the run folders are; the same command again resumes it.",
+        "",
+        "Exit code 0: every variant passes. 1: one does not. 2: an error, in one line.",
+    ]
+    return parser().help_text("[key=value ...] [options]", summary, example, after)
 
 
 def make(args: Sequence[str]) -> Plan:
