@@ -5,13 +5,16 @@ UserError of one line: what was expected, what was got, what to do.
 """
 
 import difflib
+import itertools
 import math
 import pathlib
 
 from octablox.errors import UserError
 from octablox.fp8 import RECIPES, recipe_from_config
+from octablox.health import OPERANDS
 from octablox.kernels.tiles import PRODUCTS, Limits, parse_limits
-from octablox.settings import Config
+from octablox.model import skip, transformer
+from octablox.settings import Config, dump
 
 
 def check(config: Config) -> None:
@@ -251,7 +254,15 @@ def _check_quantization(config: Config) -> None:
         f"quantization: expected nothing (bf16), one of {', '.join(RECIPES)}, or a recipe in "
         f"YAML, got {name!r}" + (f"; did you mean {close[0]}?" if close else ""),
     )
-    recipe_from_config(settings)
+    recipe = recipe_from_config(settings)
+    given = [key for key in ("quantization_skip", "quantization_warmup_steps") if dump(config)[key]]
+    _require(
+        not given or recipe != recipe.model_copy(update=dict.fromkeys(OPERANDS)),
+        f"{''.join(given[:1])}: the recipe {recipe.name} casts nothing; leave it out, or write "
+        "quantization=fp8_full",
+    )
+    names = itertools.chain(*transformer.moe_layer_names(config.model).values())
+    skip.require_matches(skip.parse(settings.quantization_skip), names)
 
 
 def _check_blocks(config: Config, expert_shards: int) -> None:

@@ -244,6 +244,14 @@ class QuantizationConfig(pydantic.BaseModel):
     bwd_quantization_calibration_method: str = pydantic.Field(
         "", description="the same for gradients"
     )
+    quantization_skip: str = pydantic.Field(
+        "",
+        description="casts that stay in dtype, patterns with commas between: layers.3, "
+        "*.down.drhs_grad, mtp.*; a name is LAYER.GEMM.OPERAND, as in a run's health",
+    )
+    quantization_warmup_steps: int = pydantic.Field(
+        0, ge=0, description="so many first steps train without any cast"
+    )
 
 
 def recipe_from_config(config: QuantizationConfig) -> Recipe:

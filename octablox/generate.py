@@ -158,7 +158,8 @@ class Generator:
     """
 
     def __init__(self, config: Config, folder: Path):
-        settings = settings_of(config)
+        # Where a run leaves casts out, here they are made: one program serves all layers.
+        settings = dataclasses.replace(settings_of(config), skip=())
         # One sequence on one device: no rows travel.
         moe = settings.moe.model_copy(update={"ragged_buffer_factor": -1.0, "fp8_dispatch": False})
         self._settings = dataclasses.replace(settings, moe=moe)

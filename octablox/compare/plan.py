@@ -134,8 +134,8 @@ def parser() -> Parser:
         "--variant",
         action="append",
         default=[],
-        metavar="'NAME key=value ...'",
-        help="one more thing to compare, by its settings; once for each",
+        metavar="TEXT",
+        help="'NAME key=value ...': one more thing to compare, by its settings; once for each",
     )
     made.add_argument(
         "--report-only", action="store_true", help="train nothing: show the runs that are there"

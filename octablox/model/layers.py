@@ -36,12 +36,20 @@ from octablox.schedule import Layer, ScheduleConfig, Stage, WeightGroup
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """All that shapes the computation of a model."""
+    """All that shapes the computation of a model, or of layers that are alike.
+
+    Attributes:
+      recipe: of the experts' GMMs.
+      skip: patterns of casts that are left out, see `skip`.
+      down_recipe: of the GMM with `down`, where it differs.
+    """
 
     model: ModelConfig
     moe: MoeConfig
     recipe: Recipe
     schedule: ScheduleConfig
+    skip: tuple[str, ...] = ()
+    down_recipe: Recipe | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -152,7 +160,7 @@ def _weight_groups(settings, dense, probes):
 
 
 def _kernel(settings):
-    return Experts(settings.moe, settings.recipe, settings.dtype)
+    return Experts(settings.moe, settings.recipe, settings.dtype, settings.down_recipe)
 
 
 @dataclasses.dataclass(frozen=True)

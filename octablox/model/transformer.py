@@ -7,6 +7,7 @@ Shapes: B sequences, S tokens, D model width, V vocabulary, N micro-batches.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax import numpy as jnp
 from octablox.health import new_counts
 from octablox.layer_scan import run_layers
 from octablox.mesh import AXES, gather, map_specs, norm_weight, vary_uncut, weight
+from octablox.model import skip
 from octablox.model.attention import rms_norm, rotary_angles
 from octablox.model.config import ModelConfig
 from octablox.model.layers import (
@@ -141,8 +143,23 @@ def _trunk(params, probes, contexts, hidden, settings):
     if "moe_layers" in params:
         weights = vary_uncut(specs["moe_layers"], params["moe_layers"])
         shards = moe_shards(weights, **probes["moe_layers"])
-        carries = run_layers(moe_layer(settings), shards, contexts, carries)
+        carries = _run_moe_layers("moe_layers", shards, contexts, carries, settings)
     return [carry["x"] for carry in carries]
+
+
+def _run_moe_layers(stack, shards, contexts, carries, settings):
+    """A stack of MoE layers, those with the same recipes together under one scan."""
+    names = moe_layer_names(settings.model)[stack]
+    recipes = [skip.recipes_of(settings.recipe, settings.skip, name) for name in names]
+    groups = [(found, len(list(alike))) for found, alike in itertools.groupby(recipes)]
+    first = 0
+    for (recipe, down_recipe), count in groups:
+        some = lambda a, at=first, n=count: lax.slice_in_dim(a, at, at + n)  # noqa: E731
+        part = jax.tree.map(some, shards) if len(groups) > 1 else shards
+        alike = dataclasses.replace(settings, recipe=recipe, down_recipe=down_recipe)
+        carries = run_layers(moe_layer(alike), part, contexts, carries)
+        first += count
+    return carries
 
 
 def _mtp(params, probes, contexts, hidden, top, micro_batches, settings):
@@ -162,7 +179,8 @@ def _mtp(params, probes, contexts, hidden, top, micro_batches, settings):
         for context, micro in zip(contexts, micro_batches, strict=True)
     ]
     shards = moe_shards(vary_uncut(specs["layers"], params["layers"]), **probes["mtp"])
-    return [carry["x"] for carry in run_layers(moe_layer(settings), shards, contexts, carries)]
+    carries = _run_moe_layers("mtp", shards, contexts, carries, settings)
+    return [carry["x"] for carry in carries]
 
 
 def _head_loss(norm, head, hidden, micro_batches, settings):

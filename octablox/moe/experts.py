@@ -54,13 +54,15 @@ class Experts:
 
     Attributes:
       config: sizes, merged gating, and which dim the `expert` axis cuts.
-      recipe: of all products.
+      recipe: of gate and up.
       dtype: of unquantized operands.
+      down_recipe: of down; None: `recipe`.
     """
 
     config: MoeConfig
     recipe: Recipe
     dtype: jnp.dtype
+    down_recipe: Recipe | None = None
 
     def gather_gate_up(
         self, shard: Float[Array, "E D 2 F"], health: Float[Array, "4 H"]
@@ -72,17 +74,18 @@ class Experts:
           health: see `gmm.new_health`; its gradient counts the weights' casts.
         """
         e, d, _, f = shard.shape
-        return self._gather(shard.reshape(e, d, 2 * f), health, width_dim=2, parts=2)
+        both = shard.reshape(e, d, 2 * f)
+        return self._gather(self.recipe, both, health, width_dim=2, parts=2)
 
     def gather_down(self, shard: Float[Array, "E F D"], health: Float[Array, "4 H"]) -> Quantized:
         """One layer's down [E, F, D] from its shard [E', F', D'], see `gather_gate_up`."""
-        return self._gather(shard, health, width_dim=1, parts=1)
+        return self._gather(self._of_down, shard, health, width_dim=1, parts=1)
 
-    def _gather(self, shard, health, *, width_dim, parts):
+    def _gather(self, recipe, shard, health, *, width_dim, parts):
         dim = 0 if self.config.shard_exp_on_fsdp else 3 - width_dim
         axes = {width_dim: self._width_axes, dim: EXPERT_SHARDS}
         dtypes = jnp.dtype(self.dtype), jnp.dtype(self.config.grad_dtype)
-        how = _Gather(self.recipe, *dtypes, dim, tuple(axes.items()), parts)
+        how = _Gather(recipe, *dtypes, dim, tuple(axes.items()), parts)
         return _quantize_and_gather(how, vary(shard), vary(health))
 
     def apply(
@@ -114,7 +117,11 @@ class Experts:
         hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
         hidden = (hidden * row_weights[:, None]).astype(self.dtype)
         down = weights["down"]
-        return multiply(hidden, down, recipe=self.recipe, axes=out_of, health=health[1])
+        return multiply(hidden, down, recipe=self._of_down, axes=out_of, health=health[1])
+
+    @property
+    def _of_down(self) -> Recipe:
+        return self.down_recipe or self.recipe
 
     @property
     def _width_axes(self):

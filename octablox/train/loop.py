@@ -24,7 +24,7 @@ from octablox import mesh as meshes
 from octablox.checks import global_batch_size, resolve_mesh_shape, resolve_slices
 from octablox.config import Config, Resolved
 from octablox.errors import UserError
-from octablox.fp8 import recipe_from_config
+from octablox.fp8 import QuantizationConfig, recipe_from_config
 from octablox.model import transformer
 from octablox.model.config import ModelConfig
 from octablox.moe.experts import GEMMS
@@ -93,7 +93,7 @@ def train(resolved: Resolved, started: float) -> int:
                 run.restore()  # before anything compiles: it may be of another model
             elif config.run.load_parameters_path:
                 run.load_parameters()  # likewise
-            step_compiled = compiler.submit(trainer.compile_step, shape)
+            step_compiled = compiler.submit(run.compile_steps, shape)
             eval_compiled = compiler.submit(trainer.compile_eval, shape)
             with hosts.lost_peers():
                 return run.run(step_compiled, eval_compiled)
@@ -128,6 +128,9 @@ class _Run:
         self._trainer, self._data = trainer, data
         self._checkpoints, self._console = checkpoints, console
         self._clock = _Clock(started)
+        self._warmup_steps = config.quantization.quantization_warmup_steps
+        # The same program without casts; its `init` and its eval are not used.
+        self._warmup = Trainer(_without_casts(config), trainer.mesh)
         self._is_fp8 = recipe_from_config(config.quantization).weight is not None
         self._eval_loss: float | None = None
         self._last: dict[str, Any] = {}
@@ -146,6 +149,13 @@ class _Run:
         self._restored = self._trainer.init(), 0
         path = self._run.load_parameters_path
         _note(self._console, f"starting {self._folder} from the parameters in {path}")
+
+    def compile_steps(self, shape: tuple[int, int]) -> None:
+        """Compiles the step, and the one without casts if this run still has such steps."""
+        done = self._restored[1] if self._restored else 0
+        if done < self._warmup_steps:
+            self._warmup.compile_step(shape)
+        self._trainer.compile_step(shape)
 
     def run(self, step_compiled: Future, eval_compiled: Future) -> int:
         """Trains to the last step, or until it is asked to stop."""
@@ -182,7 +192,8 @@ class _Run:
         batch = self._trainer.place(next(self._data.train))
         self._clock.window = time.monotonic()
         for step in range(first + 1, self._run.steps + 1):
-            state, metrics = self._trainer.step(state, batch)
+            trainer = self._warmup if step <= self._warmup_steps else self._trainer
+            state, metrics = trainer.step(state, batch)
             # The data's state as a resumed run needs it: before the next batch is drawn.
             data_state = self._data.train.get_state()
             batch = self._trainer.place(next(self._data.train))
@@ -329,6 +340,10 @@ def _health_row(model: ModelConfig, counts: dict[str, np.ndarray]) -> dict[str, 
             if not np.isnan(figures["amax"][at]):  # else nothing was cast
                 row |= {".".join((*cast, name)): float(figures[name][at]) for name in figures}
     return row
+
+
+def _without_casts(config: Config) -> Config:
+    return config.model_copy(update={"quantization": QuantizationConfig()})
 
 
 def _make_mesh(config: Config) -> Mesh:

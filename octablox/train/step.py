@@ -26,7 +26,7 @@ from octablox.mesh import (
     map_specs,
     shardings,
 )
-from octablox.model import transformer
+from octablox.model import skip, transformer
 from octablox.model.layers import Settings
 from octablox.moe.router import updated_bias
 from octablox.train.pretrained import load_params
@@ -54,7 +54,8 @@ class TrainState:
 def settings_of(config: Config) -> Settings:
     """What of a config shapes the model's computation."""
     recipe = fp8.recipe_from_config(config.quantization)
-    return Settings(config.model, config.moe, recipe, config.schedule)
+    skipped = skip.parse(config.quantization.quantization_skip)
+    return Settings(config.model, config.moe, recipe, config.schedule, skipped)
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
