@@ -166,6 +166,17 @@ def _convert_help() -> str:
     return command.help_text(VERBS["convert"].summary)
 
 
+def calibrate(args: Sequence[str]) -> int:
+    """Trains a short run and writes its recipe with the `fixed` ranges that it found."""
+    from octablox import calibrate as calibration
+
+    resolved, options = calibration.settings(args)
+    _refuse_topology(resolved)
+    _check_devices(resolved)
+    with _tile_limits(resolved):
+        return calibration.run(resolved, options, started=STARTED)
+
+
 def check(args: Sequence[str]) -> int:
     """Measures every recipe's error on this machine against float64, beside its budget."""
     from octablox import accuracy
@@ -177,6 +188,12 @@ def _compare_help() -> str:
     from octablox.compare import plan
 
     return plan.help_text(VERBS["compare"].summary, VERBS["compare"].example)
+
+
+def _calibrate_help() -> str:
+    from octablox import calibrate
+
+    return calibrate.help_text(VERBS["calibrate"].summary, VERBS["calibrate"].example)
 
 
 def _check_help() -> str:
@@ -209,6 +226,11 @@ VERBS = {
         compile_step,
         "octablox compile model_name=deepseek2-16b compile_topology=tpu7x:2x2x2",
         _compile_help,
+    ),
+    "calibrate": Verb(
+        calibrate,
+        "octablox calibrate model_name=demo quantization=fp8_full steps=100 --output fixed.yml",
+        _calibrate_help,
     ),
     "check": Verb(check, "octablox check --recipe fp8_full --json check.json", _check_help),
     "compare": Verb(

@@ -23,7 +23,13 @@ LAYERS = [
     ["octablox.config", "octablox.presets."],
     ["octablox.train.", "octablox.show"],
     ["octablox.aot.", "octablox.compare."],
-    ["octablox.bench", "octablox.accuracy", "octablox.hf.", "octablox.generate"],
+    [
+        "octablox.bench",
+        "octablox.accuracy",
+        "octablox.calibrate",
+        "octablox.hf.",
+        "octablox.generate",
+    ],
     ["octablox.cli"],
     ["octablox.__main__"],
 ]
