@@ -45,18 +45,18 @@ def test_the_recipe_has_the_ranges_of_the_run_and_trains(tmp_path, capsys):
         (
             "--operands=gradients",
             "",
-            "--operands: expected some of weight, act, dlhs_grad, drhs_gr",
+            "--operands: expected some of weight, act, dlhs_grad",
         ),
         ("--margin=0.5", "", "--margin: expected 1 or more, got 0.5"),
         (
             "",
             "quantization=bf16",
-            "calibrate: the recipe bf16 casts none of weight, act, dlhs_grad",
+            "calibrate: the recipe bf16 casts none of weight, act,",
         ),
         (
             "--margn=2",
             "",
-            "calibrate: unrecognized arguments: --margn=2; octablox calibrate --help",
+            "calibrate: unrecognized arguments: --margn=2; octablox cal",
         ),
     ],
 )
