@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from octablox import fp8
 from octablox.fp8 import BF16, RECIPES, QArray
-from octablox.health import COUNTS, new_counts
+from octablox.health import COUNTS
 from octablox.mesh import AXES, map_specs, shardings
 from octablox.moe import experts
 from octablox.moe.config import MoeConfig
 from octablox.moe.dispatch import combine, dispatch, sort_copies, weights_of_rows
-from octablox.moe.experts import GEMMS, Experts
+from octablox.moe.experts import Experts, new_health
 
 T, D, F, E, K = 32, 64, 256, 4, 2
 RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -59,9 +59,6 @@ def tokens(load="random", seed=1):
     return x, mix, chosen.astype(np.int32)
 
 
-HEALTH = jnp.zeros((len(GEMMS), *new_counts().shape))
-
-
 def gather(kernel, shards, health):
     return {
         "gate_up": kernel.gather_gate_up(shards["gate_up"], health[0]),
@@ -87,7 +84,7 @@ def program(config, recipe, **axes):
 
     def local(weights, x, mix, chosen, out_grad):
         run = functools.partial(forward, chosen=chosen)
-        out, pull = jax.vjp(run, weights, x, mix, HEALTH)
+        out, pull = jax.vjp(run, weights, x, mix, new_health())
         return (out, *pull(out_grad))
 
     in_specs = partitions, *(P(AXES),) * 4
@@ -121,7 +118,7 @@ def gathered(config, recipe, values, **axes):
             weights = gather(kernel, shards, health)
             return {name: weight.master for name, weight in weights.items()}, weights
 
-        zeros, pull, weights = jax.vjp(masters, HEALTH, has_aux=True)
+        zeros, pull, weights = jax.vjp(masters, new_health(), has_aux=True)
         (counts,) = pull(zeros)
         return {name: _values(weight)[None] for name, weight in weights.items()}, counts
 

@@ -215,7 +215,7 @@ def test_scan_of_checkpointed_layers(recipe):
 @pytest.mark.parametrize("recipe", [RECIPES["fp8_full"]])
 def test_health_is_the_gradient_of_its_argument(recipe):
     x, w, dout = data(**SMALL)
-    x = x.at[:10].multiply(1e-30)  # the rows of one expert, for which no scale is too small
+    x = x.at[:10, 1:].multiply(1e-9)  # beside a column that sets the rows' scales
 
     def loss(health):
         return jnp.vdot(gmm(x, w, jnp.asarray(SIZES), recipe=recipe, health=health), dout)
@@ -230,7 +230,7 @@ def test_health_is_the_gradient_of_its_argument(recipe):
     # What a gradient takes over from another operand's scale is not in its amax.
     amax = summary(counts)["amax"]
     assert amax[2] == amax[3] and 1 <= amax[3] / np.abs(dout).max() < 1.2
-    assert flushed[1] >= 10 * 16
+    assert flushed[1] >= 10 * 15
 
 
 def test_nothing_is_counted_when_nobody_asks():

@@ -35,7 +35,7 @@ from octablox.model.layers import (
     moe_layer,
     moe_layer_specs,
 )
-from octablox.moe.experts import Experts
+from octablox.moe.experts import Experts, new_health
 
 # A layer's cache: latents [B, S, kv_lora] and keys [B, S, rope].
 Cache = dict[str, jax.Array]
@@ -87,13 +87,13 @@ def _moe_weights(shards, settings):
     names = [name for name in ("attention", "shared") if name in shards]
     weights = gather({n: specs[n] for n in names}, {n: shards[n] for n in names}, settings.dtype)
     weights["router"] = gather(specs["router"], shards["router"], jnp.float32)
-    weights |= {"health": vary(jnp.zeros((3, 3))), "overflow": vary(jnp.zeros(()))}
+    weights |= {"health": vary(new_health()), "overflow": vary(jnp.zeros(()))}
     if "experts" in shards:
         kernel = Experts(settings.moe, settings.recipe, settings.dtype)
         of_experts = shards["experts"]
         quantized = {
-            "gate_up": kernel.gather_gate_up(of_experts["gate_up"], weights["health"]),
-            "down": kernel.gather_down(of_experts["down"], weights["health"]),
+            "gate_up": kernel.gather_gate_up(of_experts["gate_up"], weights["health"][0]),
+            "down": kernel.gather_down(of_experts["down"], weights["health"][1]),
         }
         weights |= fp8.without_masters(quantized)
     return weights

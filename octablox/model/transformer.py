@@ -14,7 +14,6 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from octablox.health import new_counts
 from octablox.layer_scan import run_layers
 from octablox.mesh import AXES, gather, map_specs, norm_weight, vary_uncut, weight
 from octablox.model import skip
@@ -29,7 +28,7 @@ from octablox.model.layers import (
     moe_shards,
 )
 from octablox.moe.config import MoeConfig
-from octablox.moe.experts import GEMMS
+from octablox.moe.experts import new_health
 
 # Tokens whose logits exist at the same time.
 LOSS_CHUNK = 2048
@@ -66,12 +65,12 @@ def parameter_specs(model: ModelConfig, moe: MoeConfig) -> dict:
 def new_probes(model: ModelConfig) -> dict[str, dict[str, jax.Array]]:
     """Zeros whose gradients are counts, for each kind of MoE layers (layers L first).
 
-    `health` [L, GEMMs, operands, H]: how casts fared, see `health` and `experts.GEMMS`.
+    `health` [L, 2, 4, H]: how casts fared, see `experts.new_health`.
     `overflow` [L]: micro-batches whose rows did not fit the buffer, see `moe.overflow`.
     """
-    shape = len(GEMMS), *new_counts().shape
+    one = new_health()
     return {
-        stack: {"health": jnp.zeros((len(names), *shape)), "overflow": jnp.zeros(len(names))}
+        stack: {"health": jnp.stack([one] * len(names)), "overflow": jnp.zeros(len(names))}
         for stack, names in moe_layer_names(model).items()
     }
 

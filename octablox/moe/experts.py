@@ -31,6 +31,11 @@ from octablox.moe.config import MoeConfig
 GEMMS = ("gate_up", "down")
 
 
+def new_health() -> Float[Array, "2 4 H"]:
+    """Zeros float32, to be differentiated: for each of `GEMMS` what `gmm.new_health` says."""
+    return jnp.zeros((len(GEMMS), *new_counts().shape))
+
+
 def specs(config: MoeConfig, width: int) -> dict[str, ParamSpec]:
     """Parameters: `gate_up` [E, D, 2, F] and `down` [E, F, D]."""
     e, f = config.num_experts, config.base_moe_mlp_dim
@@ -98,8 +103,7 @@ class Experts:
     ) -> Float[Array, "R D"]:
         """Rows [R, D] through their experts, times their weights; zero for experts held elsewhere.
 
-        The weights multiply the hidden rows, which are fewer numbers than the results. `health`
-        is that of each of `GEMMS`, see `gmm.new_health`.
+        The weights multiply the hidden rows, which are fewer numbers than the results.
         """
         multiply = functools.partial(gmm, group_sizes=group_sizes, backend=self.config.gmm_backend)
         width = self._width_axes
