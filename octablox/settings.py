@@ -10,6 +10,7 @@ from octablox.schedule import ScheduleConfig
 from octablox.training_config import (
     DataConfig,
     HostsConfig,
+    LaunchConfig,
     OptimizerConfig,
     RunConfig,
     TargetConfig,
@@ -28,9 +29,10 @@ OWNERS: dict[str, type[pydantic.BaseModel]] = {
     "run": RunConfig,
     "target": TargetConfig,
     "hosts": HostsConfig,
+    "launch": LaunchConfig,
 }
 # What is said of one launch, and not of the run that it starts or resumes.
-OF_A_LAUNCH = ("target", "hosts")
+OF_A_LAUNCH = ("target", "hosts", "launch")
 # What a checkpoint's weights are made for: the sizes, and the constants beside them.
 ARCHITECTURE_KEYS: tuple[str, ...] = (
     *(
@@ -63,6 +65,7 @@ class Config(pydantic.BaseModel):
     run: RunConfig = RunConfig()
     target: TargetConfig = TargetConfig()
     hosts: HostsConfig = HostsConfig()
+    launch: LaunchConfig = LaunchConfig()
 
 
 def dump(config: Config) -> dict[str, Value]:

@@ -59,6 +59,16 @@ class HostsConfig(BaseModel):
     )
 
 
+class LaunchConfig(BaseModel):
+    """What is said of one launch of a run."""
+
+    model_config = _FROZEN
+
+    resume_with_changes: bool = Field(
+        False, description="go on with a run although settings that change its numbers differ"
+    )
+
+
 class TargetConfig(BaseModel):
     """The TPUs that `octablox compile` compiles for."""
 

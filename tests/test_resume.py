@@ -132,7 +132,7 @@ def test_a_signal_to_the_program_itself(tmp_path):
     ) as process:
         for line in process.stdout:
             if line.startswith("step 2/100000"):
-                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGTERM)
                 break
         out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, "")
@@ -196,10 +196,32 @@ def test_other_settings_are_refused_by_name(copied, capsys, compiled):
     assert train(copied, "learning_rate=1 base_moe_mlp_dim=128", base="") == 2
     assert capsys.readouterr().err == (
         f"error: {copied / 'run'} was trained with other settings (base_moe_mlp_dim: 64 there, "
-        "128 here, learning_rate: 0.01 there, 1.0 here); leave them out to resume it, or choose "
-        "another run_name\n"
+        "128 here, learning_rate: 0.01 there, 1.0 here); leave them out to resume it, choose "
+        "another run_name, or write resume_with_changes=true\n"
     )
     assert (copied / "run" / "config.yml").read_text() == before
+    assert compiled == []
+
+
+def test_other_settings_are_taken_when_told(copied, whole, capsys):
+    line = "learning_rate=0.02 data_shuffle_seed=5 resume_with_changes=true"
+    assert train(copied, line, base="") == 0
+    out = capsys.readouterr().out
+    assert "resuming with learning_rate=0.02 (was 0.01)" in out
+    assert "resuming with data_shuffle_seed=5 (was 0)" in out
+    text = (copied / "run" / "config.yml").read_text()
+    assert "learning_rate: 0.02\n" in text
+    assert "resume_with_changes" not in text
+    assert list(losses(copied)) == list(losses(whole))
+    assert losses(copied)[4] != losses(whole)[4]
+
+
+def test_a_step_keeps_its_number_of_sequences(copied, capsys, compiled):
+    assert train(copied, "per_device_batch_size=2", base="") == 2
+    assert capsys.readouterr().err == (
+        f"error: {copied / 'run'} was trained with 8 sequences a step, these devices would take "
+        "16; write per_device_batch_size=1, or resume_with_changes=true\n"
+    )
     assert compiled == []
 
 

@@ -37,8 +37,16 @@ from octablox.train.progress import Progress
 from octablox.train.report import plot_loss, summary_table, write_summary
 from octablox.train.step import Trainer, TrainState
 
-# What may differ from the saved config of a run that is resumed, beside where it is.
+# What may differ from the saved config of a run that is resumed, beside where it is: what it
+# reports and keeps, and how its steps are computed. (That a step still has as many sequences is
+# seen to by `_Run.restore`.)
 RESUMABLE = {
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "use_batch_split_schedule",
+    "batch_split_factor",
+    "remat_policy",
+    "ragged_buffer_factor",
     "steps",
     "log_period",
     "eval_interval",
@@ -135,14 +143,30 @@ class _Run:
         self._eval_loss: float | None = None
         self._last: dict[str, Any] = {}
         self._losses: list[float] = []
+        self._rows = global_batch_size(config, jax.device_count())
         self._restored: tuple[TrainState, int] | None = None
 
     def restore(self) -> None:
         """Starts from the newest checkpoint, with the data where it was."""
         first, state, data_state = self._checkpoints.restore(self._trainer.abstract_state())
-        self._data.train.set_state(data_state)
+        self._data.train.set_state(self._data_position(dict(data_state)))
         self._restored = state, first
         _note(self._console, f"resuming {self._folder} from step {first}")
+
+    def _data_position(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The data iterator's state of a checkpoint, as that of this launch's batches."""
+        rows = state.pop("rows", self._rows)
+        if rows == self._rows:
+            return state
+        if not self._config.launch.resume_with_changes:
+            here = self._config.run.per_device_batch_size * rows / self._rows
+            raise UserError(
+                f"{self._folder} was trained with {rows} sequences a step, these devices would "
+                f"take {self._rows}; write per_device_batch_size={here:g}, or "
+                f"resume_with_changes=true"
+            )
+        # It counts batches; rows that were read are not read again.
+        return {**state, "next_index": -(-state["next_index"] * rows // self._rows)}
 
     def load_parameters(self) -> None:
         """Starts from the parameters of `load_parameters_path`, with a new optimizer."""
@@ -195,7 +219,7 @@ class _Run:
             trainer = self._warmup if step <= self._warmup_steps else self._trainer
             state, metrics = trainer.step(state, batch)
             # The data's state as a resumed run needs it: before the next batch is drawn.
-            data_state = self._data.train.get_state()
+            data_state = {**self._data.train.get_state(), "rows": self._rows}
             batch = self._trainer.place(next(self._data.train))
             counts = metrics.pop("health", {})  # stays on the devices until it is logged
             self._take(step, jax.device_get(metrics))
@@ -382,7 +406,8 @@ def _prepare_folder(folder: Path, config: Config, resuming: bool) -> list[str]:
         if resuming:
             changed = configs.difference(configs.read(folder / "config.yml"), config)
             changed.pop("base_output_directory", None)
-            _require_resumable(folder, changed)
+            if not config.launch.resume_with_changes:
+                _require_resumable(folder, changed)
             notes += [f"resuming with {key}={b} (was {a})" for key, (a, b) in changed.items()]
         _write_config(config, folder / "config.yml")
     except OSError as error:
@@ -405,8 +430,8 @@ def _require_resumable(folder: Path, changed: dict) -> None:
     if refused:
         listed = ", ".join(f"{key}: {a} there, {b} here" for key, (a, b) in refused.items())
         raise UserError(
-            f"{folder} was trained with other settings ({listed}); leave them out to resume it, or "
-            f"choose another run_name"
+            f"{folder} was trained with other settings ({listed}); leave them out to resume it, "
+            f"choose another run_name, or write resume_with_changes=true"
         )
 
 

@@ -1,0 +1,98 @@
+"""Whatever happens to the machine, a run goes on: killed at any moment, on other devices."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import training_runs
+from training_runs import arguments, assert_same_state, losses, saved, train
+
+SMALL = f"{training_runs.SMALL} eval_interval=-1"
+
+
+def start(folder, line, base=SMALL, **environment):
+    """`octablox train` as a process."""
+    command = [sys.executable, "-m", "octablox", *arguments(folder, line, base)]
+    env = os.environ | {"PYTHONUNBUFFERED": "1", **environment}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    )
+
+
+def test_from_eight_devices_to_four_to_one(tmp_path):
+    """The same rows in the same order, and the same numbers but for how sums are rounded."""
+    assert train(tmp_path / "whole", "steps=6 dtype=float32", SMALL) == 0
+    assert train(tmp_path / "moved", "steps=2 dtype=float32", SMALL) == 0
+    for line in (
+        "steps=4 num_cpu_devices=4 per_device_batch_size=2 use_batch_split_schedule=true "
+        "ici_expert_parallelism=2",
+        "steps=6 num_cpu_devices=1 per_device_batch_size=4 gradient_accumulation_steps=2 "
+        "use_batch_split_schedule=false ici_expert_parallelism=1",
+    ):
+        # Compiled in half the time, and on as many devices as the line says.
+        flags = "--xla_backend_optimization_level=0"
+        with start(tmp_path / "moved", line, "", XLA_FLAGS=flags) as process:
+            out, _ = process.communicate(timeout=500)
+        assert process.returncode == 0, out
+        assert "resuming with num_cpu_devices=" in out
+    whole, moved = losses(tmp_path / "whole"), losses(tmp_path / "moved")
+    assert list(moved) == list(whole) == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose(list(moved.values()), list(whole.values()), rtol=1e-5)
+    # Other rows would differ by far more.
+    assert np.ptp(list(whole.values())) > 1e-3
+    assert saved(tmp_path / "moved").data_state == saved(tmp_path / "whole").data_state
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_killed_at_random(tmp_path, kills):
+    """Saved at every step, so that most kills come during a save; some come before any step."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    steps = 8 * kills
+    line = f"steps={steps} checkpoint_period=1"
+    assert train(tmp_path / "whole", line, SMALL) == 0
+    deaths, leftovers, reached = [], 0, 0
+    folder = tmp_path / "killed"
+    while len(deaths) < kills:
+        line = f"steps={steps} checkpoint_period=1"
+        with start(folder, line) as process:
+            printed = kill(process, rng)
+        assert process.returncode == -9, printed
+        assert "Traceback" not in printed, printed
+        resumed = [word for word in printed.splitlines() if word.startswith("resuming ")]
+        if reached and "step " in printed:
+            assert resumed, printed
+        checkpoints = folder / "run" / "checkpoints"
+        names = [path.name for path in checkpoints.iterdir()] if checkpoints.is_dir() else []
+        leftovers += sum(not name.isdecimal() for name in names)
+        now = max((int(name) for name in names if name.isdecimal()), default=0)
+        assert now >= reached, "a checkpoint was lost"
+        reached = now
+        deaths.append(reached)
+    print(f"killed after the checkpoints of steps {deaths}; {leftovers} unfinished folders")
+    assert reached < steps
+    assert train(folder, line, SMALL) == 0
+    assert_same_state(saved(folder), saved(tmp_path / "whole"))
+    assert losses(folder) == losses(tmp_path / "whole")
+
+
+def kill(process, rng):
+    """Kills it a moment after a random one of its next steps, or before the first; its output."""
+    printed = []
+    if rng.random() < 0.2:
+        time.sleep(rng.uniform(0, 8))
+    else:
+        left = rng.randint(1, 6)
+        for line in process.stdout:
+            printed.append(line)
+            left -= line.startswith("step ")
+            if not left:
+                break
+        time.sleep(rng.uniform(0, 0.15))
+    process.kill()
+    return "".join(printed) + process.stdout.read()
