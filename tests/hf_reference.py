@@ -3,8 +3,9 @@
     python hf_reference.py CHECKPOINT OUTPUT.safetensors
 
 Needs torch and transformers, and nothing of octablox. The checkpoint's folder also has
-`tokens.safetensors` with `tokens` int64 [B, S]. Written are `logits` [B, S, V] and, as
-`grad.NAME`, the gradients of the mean loss of tokens 1..S-1, all float32, experts one by one.
+`tokens.safetensors` with `tokens` int64 [B, S]. Written are `logits` [B, S, V], as `grad.NAME` the
+gradients of the mean loss of tokens 1..S-1, experts one by one, and, where there is such a layer,
+the multi-token prediction's `mtp_logits` [B, S-1, V], all float32.
 """
 
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
 
 def main(folder, output):
@@ -32,7 +34,22 @@ def main(folder, output):
     for name, parameter in model.named_parameters():
         for part, gradient in _as_stored(name, parameter.grad):
             results[f"grad.{part}"] = gradient.contiguous()
+    if model.config.num_mtp_layers:
+        results["mtp_logits"] = mtp_logits(model, tokens)
     save_file(results, output)
+
+
+@torch.no_grad()
+def mtp_logits(model, tokens):
+    """From the hidden state of token i and token i+1, what token i+2 is."""
+    number = model.config.num_hidden_layers
+    # The class has DeepSeek-V3's own number of layers here, 61.
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{number}.*"]
+    mtp = MtpModel.from_pretrained(model).eval()
+    hidden = model.model(tokens, use_cache=False).last_hidden_state
+    position_ids = torch.arange(1, tokens.shape[1])[None]
+    after = mtp.forward_layer(0, hidden[:, :-1], position_ids, None, input_ids=tokens[:, 1:])
+    return model.lm_head(after).contiguous()
 
 
 def _as_stored(name, gradient):

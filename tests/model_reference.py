@@ -165,7 +165,8 @@ def _row_mtp(params, x, row, model, moe):
     """Position t, which saw token t and is told token t+1, is asked for token t+2."""
     mtp, eps = params["mtp"], model.normalization_layer_epsilon
     told = rms_norm(f64(params["embedding"])[row["targets"]], mtp["embedding_norm"], eps)
-    x = np.hstack([told, rms_norm(x, mtp["hidden_norm"], eps)]) @ f64(mtp["projection"])
+    hidden = rms_norm(rms_norm(x, params["final_norm"], eps), mtp["hidden_norm"], eps)
+    x = np.hstack([told, hidden]) @ f64(mtp["projection"])
     x = layer(layer_of(mtp["layers"], 0), x, row["positions"], row["segment_ids"], model, moe)
     asked = np.append(row["targets"][1:], 0)
     nats, total = surprise(params, mtp["final_norm"], x, asked, model), 0.0

@@ -1,7 +1,8 @@
 """DeepSeek-V3 as a language model: parameters, and the loss of a batch on one device's shards.
 
 Multi-token prediction (MTP, DeepSeek-V3 section 2.2): one more layer sees the hidden state of
-token i and the embedding of token i+1, and predicts token i+2 with the shared embedding and head.
+token i, after the final norm, and the embedding of token i+1, and predicts token i+2 with the
+shared embedding and head.
 
 Shapes: B sequences, S tokens, D model width, V vocabulary, N micro-batches.
 """
@@ -168,6 +169,9 @@ def _mtp(params, probes, contexts, hidden, top, micro_batches, settings):
     eps = settings.model.normalization_layer_epsilon
     carries = []
     for h, micro in zip(hidden, micro_batches, strict=True):
+        # The paper leaves open whether the main model's last norm comes before this one. In
+        # DeepSeek's published model it does, and its weights are made for that.
+        h = rms_norm(h, top["final_norm"], eps)
         following = _embed(top["embedding"], micro["targets"])
         following = rms_norm(following, weights["embedding_norm"], eps)
         both = jnp.concatenate([following, rms_norm(h, weights["hidden_norm"], eps)], axis=-1)
