@@ -16,6 +16,7 @@ import pytest
 import tiny_model
 from jax import numpy as jnp
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from octablox import cli
@@ -96,7 +97,7 @@ def test_gradients(case):
     _, config, folder, expected = case
     mesh = tiny_model.mesh()
     params = parameters(config, mesh, folder)
-    losses, grads, _ = tiny_model.gradients(config, mesh, params, batch())
+    losses, grads, _ = tiny_model.gradients(config, mesh, params, batch(), **tiny_model.QUICK)
     assert losses["loss"] == pytest.approx(float(expected["loss"][0]), abs=1e-5)
     compared = 0
     for entry in layout.entries(config.model, config.moe):
@@ -117,7 +118,13 @@ def test_multi_token_prediction(tmp_path):
     expected = load_file(DATA / "hf_mtp.safetensors")
     config = load([f"load_parameters_path={folder}", "dtype=float32"]).config
     mesh = tiny_model.mesh()
-    losses, _, _ = tiny_model.gradients(config, mesh, parameters(config, mesh, folder), batch())
+    settings, probes = settings_of(config), transformer.new_probes(config.model)
+    total = {"total_weight": jnp.float32(batch()["weights"].sum())}
+    compute = on_mesh(
+        config, mesh, lambda p, b: transformer.loss(p, probes, b | total, settings)[1], P()
+    )
+    rows = jax.device_put(batch(), NamedSharding(mesh, batch_partition()))
+    losses = compute(parameters(config, mesh, folder), rows)
     assert losses["loss"] == pytest.approx(float(expected["loss"][0]), abs=1e-5)
     scores = expected["mtp_logits"][:, :-1].astype(np.float64)
     log_p = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))

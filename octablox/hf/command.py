@@ -16,6 +16,7 @@ from rich.progress import (
 from octablox.errors import UserError
 from octablox.hf import convert, plans
 from octablox.hf.convert import Dtype
+from octablox.train.checkpoint_files import size
 
 DIRECTIONS = {("hf", "octablox"), ("octablox", "hf")}
 DTYPES = typing.get_args(Dtype)
@@ -65,9 +66,11 @@ def run(args: Sequence[str]) -> int:
         plan, unknown = plans.plan_import(source, target, dtype)
         if unknown:
             note(f"keys of config.json that octablox does not know: {', '.join(unknown)}")
+        if not (source / "tokenizer.json").is_file():
+            note(f"no tokenizer.json in {source}: give tokenizer_path=, or tokens are bytes")
     else:
         plan = plans.plan_export(source, target, dtype)
-    note(f"{source}: all tensors are there; writing {plan.nbytes / 1e9:.2f} GB to {target}")
+    note(f"{source}: all tensors are there; writing {size(plan.nbytes)} to {target}")
     columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal

@@ -20,6 +20,7 @@ import numpy as np
 from octablox import fp8_blocks
 from octablox.errors import UserError
 from octablox.hf.layout import Entry
+from octablox.train.checkpoint_files import size
 from octablox.weights.tensor_files import (
     NAMES,
     NewTensorFile,
@@ -145,7 +146,7 @@ def run(plan: Plan, progress: Callable[[int], None]) -> int:
         if not disk_is_full(error):
             raise UserError(f"cannot write {plan.folder}: {error.strerror}") from error
         raise UserError(
-            f"disk full: {plan.folder} needs {plan.nbytes / 1e9:.1f} GB in all; free some space "
+            f"disk full: {plan.folder} needs {size(plan.nbytes)} in all; free some space "
             "and run the same command again, which goes on from the files that are whole"
         ) from error
 
