@@ -102,6 +102,9 @@ class RunConfig(BaseModel):
     enable_checkpointing: bool = Field(True, description="save, so that the run can be resumed")
     checkpoint_period: int = Field(100, ge=1, description="steps between checkpoints")
     max_num_checkpoints_to_keep: int = Field(2, ge=1, description="older ones are deleted")
+    checkpoint_keep_period: int = Field(
+        0, ge=0, description="checkpoints of steps that are multiples of this stay; 0: none"
+    )
     enable_tensorboard: bool = Field(True, description="write TensorBoard events too")
     jax_cache_dir: str = Field(
         "~/.cache/octablox", description="keeps compiled programs between runs; empty: nowhere"

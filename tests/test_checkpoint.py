@@ -161,6 +161,14 @@ def test_retention_and_latest_step(tmp_path):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["10", "100"]
 
 
+def test_some_checkpoints_stay_for_good(tmp_path):
+    with opened(tmp_path, keep=1, keep_every=4) as checkpoints:
+        for step in range(2, 12, 2):
+            checkpoints.save(step, small(step), {"at": step}, blocking=True)
+        assert checkpoints.steps() == [4, 8, 10]
+        assert checkpoints.restore(abstract(small())).step == 10
+
+
 def test_saving_a_step_twice_changes_nothing(tmp_path):
     with opened(tmp_path) as checkpoints:
         checkpoints.save(5, small(1.0), {"at": 1})

@@ -15,9 +15,10 @@ from safetensors import deserialize
 
 from benchmarks.convert import measure
 from octablox import cli, config, fp8_blocks
-from octablox.hf import architecture, convert
+from octablox.hf import architecture, checkpoint, convert
 from octablox.train.pretrained import open_parameters
 from octablox.weights import folder as weights
+from octablox.weights.tensor_files import TensorFile
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {"F32": np.float32, "BF16": BFLOAT16, "F8_E4M3": hf_checkpoints.E4M3}
@@ -171,6 +172,24 @@ def test_parts_of_fp8_blocks(tmp_path):
     ):
         found = weights.read(parameters, path, index, np.dtype(np.float32))
         np.testing.assert_array_equal(found, whole[index])
+
+
+@pytest.mark.parametrize("dtype", ["keep", "float32", "fp8"])
+def test_chunks_change_nothing(tmp_path, dtype, monkeypatch):
+    """A tensor that comes in many pieces, along both dims, is the tensor that comes as one."""
+    hf_checkpoints.write(tmp_path / "hf", BLOCKS, hf_checkpoints.fp8_tensors(BLOCKS))
+    released = []
+    for chunk in (convert.CHUNK, 4096):
+        monkeypatch.setattr(convert, "CHUNK", chunk)
+        monkeypatch.setattr(checkpoint, "CHUNK", chunk)
+        monkeypatch.setattr(TensorFile, "release", lambda self, c=chunk: released.append(c))
+        folder = tmp_path / str(chunk)
+        assert to_octablox(tmp_path / "hf", folder / "ours", f"--dtype {dtype}") == 0
+        assert to_hf(folder / "ours", folder / "back", f"--dtype {dtype}") == 0
+    assert released.count(4096) > 10 * released.count(64 << 20)
+    for part in ("ours/weights", "back"):
+        whole, pieces = (tensors_of(tmp_path / str(c) / part) for c in (64 << 20, 4096))
+        assert_same(pieces, whole)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True], ids=["float", "ue8m0"])

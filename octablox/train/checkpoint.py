@@ -64,6 +64,7 @@ class Checkpoints:
       folder: made if missing.
       period: steps between two saves, see `due`.
       keep: how many checkpoints stay; an older one goes only after a newer one is whole.
+      keep_every: those of steps that are multiples of this stay too; 0: none.
       note: called with one line of text when a damaged checkpoint is passed over.
 
     Raises:
@@ -76,6 +77,7 @@ class Checkpoints:
         *,
         period: int,
         keep: int,
+        keep_every: int = 0,
         note: Callable[[str], None] = _print_note,
     ) -> None:
         if period < 1 or keep < 1:
@@ -83,6 +85,7 @@ class Checkpoints:
         self._folder = Path(folder).absolute()
         self._period = period
         self._keep = keep
+        self._keep_every = keep_every
         self._note = note
         self._checkpointer: Any = None
         self._pending: _Pending | None = None
@@ -247,6 +250,8 @@ class Checkpoints:
     def _prune(self) -> None:
         if jax.process_index() == 0:
             for step in self.steps()[: -self._keep]:
+                if self._keep_every and step % self._keep_every == 0:
+                    continue
                 # Renamed first: a removal cut short must not leave half a checkpoint by its name.
                 doomed = self._folder / f"{step}{files.TEMPORARY}-old"
                 (self._folder / str(step)).rename(doomed)

@@ -53,6 +53,7 @@ RESUMABLE = {
     "eval_steps",
     "checkpoint_period",
     "max_num_checkpoints_to_keep",
+    "checkpoint_keep_period",
     "enable_checkpointing",
     "enable_tensorboard",
     "jax_cache_dir",
@@ -386,6 +387,7 @@ def _checkpoints(folder: Path, config: Config, note: Callable[[str], None]) -> C
         folder / "checkpoints",
         period=config.run.checkpoint_period,
         keep=config.run.max_num_checkpoints_to_keep,
+        keep_every=config.run.checkpoint_keep_period,
         note=note,
     )
 
