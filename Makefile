@@ -15,9 +15,15 @@ UV := $(shell if uv --version >/dev/null 2>&1; then echo uv; else echo $(TOOLS)/
 
 DEMO := model_name=demo num_cpu_devices=8 ici_fsdp_parallelism=-1 ici_expert_parallelism=2 \
   quantization=fp8_full use_batch_split_schedule=true merge_gating_gmm=true run_name=demo
+# The comparison of docs/results/: 21 runs. Say it again to go on where it was interrupted.
+COMPARE := --recipes all --seeds 3 --threshold 0.3 \
+  --variant 'fp8_full-batch_split quantization=fp8_full use_batch_split_schedule=true' \
+  model_name=demo num_cpu_devices=8 ici_fsdp_parallelism=-1 ici_expert_parallelism=2 \
+  batch_split_factor=2 steps=1000 eval_interval=50 eval_steps=16 log_period=10 \
+  checkpoint_period=250 enable_tensorboard=false run_name=results
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: help setup demo test test-aot test-reference test-all lint format clean
+.PHONY: help setup demo results test test-aot test-reference test-all lint format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -28,6 +34,15 @@ setup: $(STAMP) ## create .venv and install octablox into it
 demo: $(STAMP) ## train a small DeepSeek-V3 in FP8 on 8 virtual CPU devices (a few minutes)
 	rm -rf runs/demo
 	$(BIN)/octablox train $(DEMO)
+
+results: $(TPU)/installed.stamp ## measure all of docs/results again (hours)
+	$(BIN)/octablox compare $(COMPARE) || [ $$? -eq 1 ] # a recipe beyond the threshold is shown too
+	$(BIN)/octablox check --json docs/results/check.json
+	$(BIN)/python -m benchmarks.gmm --json docs/results/gmm.json
+	$(BIN)/python -m benchmarks.step --json docs/results/step.json
+	PYTHONPATH=$(TPU) $(BIN)/python -m benchmarks.tpu_static --rows 8192 \
+	  --json docs/results/tpu_static.json
+	$(BIN)/python -m benchmarks.results --compare runs/results
 
 test: $(STAMP) ## all tests but the slow ones and those that need libtpu
 	$(PYTEST)
