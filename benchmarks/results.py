@@ -8,12 +8,13 @@ docs/results/README.md, and come from the JSON alone. What was not measured is l
 """
 
 import argparse
+import itertools
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import gmm
+from octablox.bench import gmm
 from octablox.compare.page import table as compare_table
 
 ROOT = Path(__file__).parent.parent
@@ -80,10 +81,10 @@ def gmm_markdown(rows: list[dict]) -> str:
     for rival, word in (("ragged_dot", "`lax.ragged_dot`"), ("qwix", "`qwix.ragged_dot`")):
         cells = [f"{mean(f'{rival}_ratio', recipe):.1f}×" for recipe in gmm.RECIPE_NAMES]
         lines.append([f"{word} takes, of our time", *cells])
-    for direction in gmm.DIRECTIONS:
-        only = {"experts": 8, "direction": direction}
+    for shape, direction in itertools.product(("E8", "E8 wide"), gmm.DIRECTIONS):
+        only = {"shape": shape, "direction": direction}
         cells = [f"{mean('dense_ratio', recipe, **only):.2f}×" for recipe in gmm.RECIPE_NAMES]
-        lines.append([f"ours, of a dense matmul of the same FLOPs, E = 8: {direction}", *cells])
+        lines.append([f"ours, of a dense matmul of the same FLOPs, {shape}: {direction}", *cells])
     return markdown(["`python -m benchmarks.gmm`, geometric means", *gmm.RECIPE_NAMES], lines)
 
 

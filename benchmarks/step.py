@@ -183,6 +183,7 @@ def measure_here(case: str, steps: int, launched: float) -> Measured:
     import jax
 
     from octablox import config, mesh
+    from octablox.bench.step import random_batch
     from octablox.checks import resolve_mesh_shape
     from octablox.train.step import Trainer
 
@@ -191,7 +192,7 @@ def measure_here(case: str, steps: int, launched: float) -> Measured:
     devices = mesh.make_mesh(resolve_mesh_shape(settings, jax.device_count()))
     trainer = Trainer(settings, devices)
     with jax.set_mesh(devices):
-        host = fixed_batch(settings)
+        host = random_batch(settings, jax.device_count())
         trainer.compile_step(host["tokens"].shape)
         state, batch = trainer.init(), trainer.place(host)
         cpu, losses, first = [], [], 0.0
@@ -203,28 +204,6 @@ def measure_here(case: str, steps: int, launched: float) -> Measured:
             first = first or time.time() - launched
             losses.append(round(float(metrics["loss"]), 4))
     return Measured(statistics.median(cpu[1:]), first, _peak_mib(os.getpid()), tuple(losses))
-
-
-def fixed_batch(settings):
-    """The batch of every step: random tokens, each row one document. numpy [16, 128]."""
-    import jax
-    import numpy as np
-
-    rows, length = (
-        int(settings.run.per_device_batch_size) * _DEVICES,
-        settings.run.max_target_length,
-    )
-    shape = rows, length + 1
-    drawn = jax.random.randint(jax.random.PRNGKey(0), shape, 0, settings.model.vocab_size)
-    tokens = np.asarray(drawn, np.int32)
-    ones = np.ones((rows, length), np.int32)
-    return {
-        "tokens": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "segment_ids": ones,
-        "positions": ones * np.arange(length, dtype=np.int32),
-        "weights": ones.astype(np.float32),
-    }
 
 
 def _cpu_seconds() -> float:

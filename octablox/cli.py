@@ -111,12 +111,26 @@ def _compile_help() -> str:
 
 
 def bench(args: Sequence[str]) -> int:
-    """Ranks the tiles of the TPU kernels for this model's GMMs; needs the extra `tpu`, no TPU."""
-    from octablox import bench as ranking
+    """Measures grouped matmuls, MoE layers and training steps on this machine."""
+    from octablox.bench import command, static
 
-    options, rest = ranking.parse(args)
-    resolved = _load(rest)
-    return ranking.bench(options, resolved, _check_devices(resolved))
+    if "--static" in args:
+        options, rest = static.parse(args)
+        resolved = _load(rest)
+        return static.bench(options, resolved, _check_devices(resolved))
+
+    def prepare(keys: Sequence[str]) -> "Resolved":
+        resolved = _load(keys)
+        _check_devices(resolved)
+        return resolved
+
+    return command.run(args, prepare)
+
+
+def _bench_help() -> str:
+    from octablox.bench import command
+
+    return command.help_text(VERBS["bench"].summary, VERBS["bench"].example)
 
 
 def convert(args: Sequence[str]) -> int:
@@ -240,8 +254,8 @@ VERBS = {
     ),
     "bench": Verb(
         bench,
-        "octablox bench gmm --static --chip=v6e --gemm=down --product=dlhs --candidates=3 "
-        "--json=FILE model_name=deepseek2-16b",
+        "octablox bench step --recipes bf16,fp8_full model_name=demo num_cpu_devices=8",
+        _bench_help,
     ),
     "convert": Verb(convert, "octablox convert --from hf DIR --to octablox DIR", _convert_help),
     "generate": Verb(

@@ -24,10 +24,12 @@ class Parser(argparse.ArgumentParser):
     def help_text(self, usage: str, summary: str, example: str, after: Sequence[str]) -> str:
         """What `--help` prints: the options in a list, then the lines of `after`."""
         lines = [f"octablox {self._verb} {usage}", "", summary, "", f"  {example}", "", "options:"]
-        for action in self._actions:
-            if action.option_strings:
-                lines += _lines_of(action)
-        return "\n".join([*lines, "", *after])
+        return "\n".join([*lines, *self.option_lines(), "", *after])
+
+    def option_lines(self) -> list[str]:
+        """Each option with what it does."""
+        named = (action for action in self._actions if action.option_strings)
+        return [line for action in named for line in _lines_of(action)]
 
 
 def _lines_of(action: argparse.Action) -> list[str]:

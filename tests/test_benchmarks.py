@@ -9,7 +9,9 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks import gmm, step
+from benchmarks import step
+from octablox.bench import gmm
+from octablox.bench.step import random_batch
 
 # Prints what MaxText prints, spends 0.2 CPU-seconds on each step, and twice as long on none.
 FAKE_MAXTEXT = """
@@ -73,7 +75,7 @@ def test_the_batch_is_one_document_a_row():
     from octablox import config
 
     settings = config.load(["model_name=maxtext-small"]).config
-    batch = step.fixed_batch(settings)
+    batch = random_batch(settings, 8)
     assert {array.shape for array in batch.values()} == {(16, 128)}
     np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
     assert batch["weights"].sum() == 2048

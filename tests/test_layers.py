@@ -24,7 +24,7 @@ LAYERS = [
     ["octablox.train.", "octablox.show"],
     ["octablox.aot.", "octablox.compare."],
     [
-        "octablox.bench",
+        "octablox.bench.",
         "octablox.accuracy",
         "octablox.calibrate",
         "octablox.hf.",

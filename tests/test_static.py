@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from octablox import bench, cli, show
+from octablox import cli, show
+from octablox.bench import static as bench
 from octablox.errors import UserError
 from octablox.kernels import chips, pallas_tpu, static_gmm, static_schedule, tiles
 from octablox.kernels.static_schedule import Piece, Report, Schedule

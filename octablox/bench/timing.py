@@ -26,7 +26,7 @@ def interleaved(
     spent: dict[str, list[float]] = {name: [] for name in runs}
     start = time.perf_counter()
     for round_ in range(rounds):
-        for name in list(runs) if round_ % 2 == 0 else reversed(runs):
+        for name in list(runs) if round_ % 2 == 0 else reversed(list(runs)):
             before = time.perf_counter()
             jax.block_until_ready(runs[name]())
             spent[name].append(time.perf_counter() - before)
