@@ -20,7 +20,7 @@ from octablox.options import Parser
 SCHEDULES = ("sequential", "batch_split")
 REFERENCE = "bf16"
 # What two launches of the same comparison may say differently: it changes no number.
-_FREE = {"base_output_directory", "jax_cache_dir", "enable_tensorboard", "num_cpu_devices"}
+_FREE = {"base_output_directory", "jax_cache_dir", "enable_tensorboard"}
 _FREE |= {"checkpoint_period", "max_num_checkpoints_to_keep", "enable_checkpointing"}
 
 
