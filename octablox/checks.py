@@ -181,6 +181,11 @@ def _check_routing(config: Config) -> None:
         f"a routing group's score is the sum of its two best experts, so n_routing_groups must be "
         f"at most {max(experts // 2, 1)}; got {groups}",
     )
+    _require(
+        moe.routed_score_func == "sigmoid" or not moe.routed_bias,
+        f"routed_score_func={moe.routed_score_func} has no bias on the choice; write "
+        "routed_bias=false",
+    )
 
 
 def _check_model(config: Config) -> None:

@@ -42,7 +42,6 @@ ALWAYS: dict[str, tuple[tuple[str, ...], str]] = {
     "logits_via_embedding": (("false",), "the head has weights of its own"),
     "cast_logits_to_fp32": (("true",), "the loss is computed in float32"),
     "float32_gate_logits": (("true",), "the router computes in float32"),
-    "routed_score_func": (("sigmoid",), "the router scores by sigmoid"),
     "load_balance_loss_weight": (("0",), "routed_bias balances the load, without a loss"),
     "rope_type": (("yarn",), _YARN),
     "rope_interleave": (("true",), _YARN),

@@ -35,13 +35,14 @@ OWNERS: dict[str, type[pydantic.BaseModel]] = {
 OF_A_LAUNCH = ("target", "hosts", "launch")
 # What a checkpoint's weights are made for: the sizes, and the constants beside them.
 ARCHITECTURE_KEYS: tuple[str, ...] = (
-    *(
-        key
-        for key in ModelConfig.model_fields
-        if key not in ("mtp_loss_scaling_factor", "dtype", "weight_dtype")
-    ),
+    *("vocab_size", "base_emb_dim", "base_mlp_dim", "base_num_decoder_layers"),
+    *("first_num_dense_layers", "base_num_query_heads", "q_lora_rank", "kv_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "normalization_layer_epsilon"),
+    *("rope_max_timescale", "rope_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "mscale", "mtp_num_layers"),
     *("num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "shared_experts"),
     *("n_routing_groups", "topk_routing_group", "routed_scaling_factor"),
+    *("routed_score_func", "norm_topk_prob", "routed_bias"),
 )
 # key -> the owner it belongs to
 KEYS: dict[str, str] = {key: name for name, owner in OWNERS.items() for key in owner.model_fields}

@@ -68,6 +68,16 @@ UNGROUPED = GROUPED | {
     "rope_scaling": GROUPED["rope_scaling"]
     | {"factor": 32.0, "beta_fast": 1.0, "mscale": 0.707, "mscale_all_dim": 0.707},
 }
+# As DeepSeek-V2-Lite: a softmax over all experts, neither a bias nor weights that sum to 1.
+SOFTMAX = UNGROUPED | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "rms_norm_eps": 1e-6,
+    "routed_scaling_factor": 1.5,
+}
 WITH_MTP = GROUPED | {"num_nextn_predict_layers": 1}
 FP8 = {
     "activation_scheme": "dynamic",
@@ -112,7 +122,8 @@ def shapes(config):
             return
         width = c["moe_intermediate_size"]
         found[f"{at}.mlp.gate.weight"] = (experts, d)
-        found[f"{at}.mlp.gate.e_score_correction_bias"] = (experts,)
+        if c["scoring_func"] == "sigmoid":
+            found[f"{at}.mlp.gate.e_score_correction_bias"] = (experts,)
         for e in range(experts):
             mlp(f"{at}.mlp.experts.{e}", width)
         mlp(f"{at}.mlp.shared_experts", width * c["n_shared_experts"])

@@ -34,7 +34,7 @@ def main(folder, output):
     for name, parameter in model.named_parameters():
         for part, gradient in _as_stored(name, parameter.grad):
             results[f"grad.{part}"] = gradient.contiguous()
-    if model.config.num_mtp_layers:
+    if getattr(model.config, "num_mtp_layers", 0):
         results["mtp_logits"] = mtp_logits(model, tokens)
     save_file(results, output)
 

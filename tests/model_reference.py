@@ -30,7 +30,10 @@ def swiglu(gate_up, down, x):
 
 def route(h, gate, bias, moe):
     """Chosen experts, best first, and their weights, of one token h [D]."""
-    scores = 1 / (1 + np.exp(-(h @ f64(gate))))
+    logits = h @ f64(gate)
+    scores = 1 / (1 + np.exp(-logits))
+    if moe.routed_score_func == "softmax":
+        scores = np.exp(logits) / np.sum(np.exp(logits))
     biased = scores + f64(bias)
     per_group = moe.num_experts // moe.n_routing_groups
     groups = biased.reshape(moe.n_routing_groups, per_group)
@@ -38,7 +41,9 @@ def route(h, gate, bias, moe):
     kept = np.argsort(group_scores)[::-1][: moe.topk_routing_group]
     allowed = [e for e in range(moe.num_experts) if e // per_group in kept]
     chosen = sorted(allowed, key=lambda e: -biased[e])[: moe.num_experts_per_tok]
-    weights = scores[chosen] / (sum(scores[chosen]) + 1e-20)
+    weights = scores[chosen]
+    if moe.norm_topk_prob:
+        weights = weights / (sum(weights) + 1e-20)
     return np.array(chosen), weights * moe.routed_scaling_factor
 
 

@@ -10,7 +10,7 @@ import hf_checkpoints
 import ml_dtypes
 import numpy as np
 import pytest
-from hf_checkpoints import BLOCKS, FP8, GROUPED, UNGROUPED, WITH_MTP, bits
+from hf_checkpoints import BLOCKS, FP8, GROUPED, SOFTMAX, UNGROUPED, WITH_MTP, bits
 from safetensors import deserialize
 
 from benchmarks.convert import measure
@@ -20,6 +20,7 @@ from octablox.train.pretrained import open_parameters
 from octablox.weights import folder as weights
 from octablox.weights.tensor_files import TensorFile
 
+CASES = "grouped", "ungrouped", "softmax", "mtp"
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {"F32": np.float32, "BF16": BFLOAT16, "F8_E4M3": hf_checkpoints.E4M3}
 
@@ -74,7 +75,7 @@ def shard_of(name):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=str)
-@pytest.mark.parametrize("sizes", [GROUPED, UNGROUPED, WITH_MTP], ids=["grouped", "no", "mtp"])
+@pytest.mark.parametrize("sizes", [GROUPED, UNGROUPED, SOFTMAX, WITH_MTP], ids=CASES)
 def test_there_and_back_to_the_bit(tmp_path, sizes, dtype):
     tensors = hf_checkpoints.random_tensors(sizes, dtype=dtype)
     hf_checkpoints.write(tmp_path / "hf", sizes, tensors, shard_of)

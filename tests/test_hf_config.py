@@ -6,6 +6,7 @@ from hf_checkpoints import FP8, GROUPED
 from octablox import config
 from octablox.errors import UserError
 from octablox.hf import architecture, layout
+from octablox.settings import ARCHITECTURE_KEYS
 
 # The published config.json's, less what is of no model.
 DEEPSEEK_V3 = GROUPED | {
@@ -39,7 +40,23 @@ DEEPSEEK_V2_LITE = DEEPSEEK_V3 | {
     "scoring_func": "softmax",
     "topk_method": "greedy",
     "norm_topk_prob": False,
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
     "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "num_nextn_predict_layers": 0,
+    "quantization_config": None,
 }
 MOONLIGHT = DEEPSEEK_V3 | {
     "vocab_size": 163840,
@@ -87,7 +104,25 @@ def test_deepseek_v3_is_the_preset():
     assert len(layout.entries(built.model, built.moe)) == 3 + 3 * 12 + 58 * 782 + (782 + 6)
 
 
-@pytest.mark.parametrize("sizes", [DEEPSEEK_V3, MOONLIGHT, KIMI_K2], ids=["v3", "moonlight", "k2"])
+PUBLISHED = {
+    "v2-lite": DEEPSEEK_V2_LITE,
+    "v3": DEEPSEEK_V3,
+    "moonlight": MOONLIGHT,
+    "k2": KIMI_K2,
+}
+
+
+def test_deepseek_v2_lite_is_the_preset_but_for_its_router():
+    built = architecture.parse(DEEPSEEK_V2_LITE)
+    preset = config.load(["model_name=deepseek2-16b"]).config
+    settings = built.model.model_dump() | built.moe.model_dump()
+    expected = preset.model.model_dump() | preset.moe.model_dump()
+    differing = {key: settings[key] for key in settings if settings[key] != expected[key]}
+    assert differing == {"routed_score_func": "softmax", "norm_topk_prob": False}
+    assert len(layout.entries(built.model, built.moe)) == 3 + (7 + 3) + 26 * (7 + 1 + 192 + 3)
+
+
+@pytest.mark.parametrize("sizes", PUBLISHED.values(), ids=PUBLISHED)
 def test_a_config_comes_back(sizes):
     built = architecture.parse(sizes)
     written = architecture.to_json(built, "bfloat16")
@@ -109,9 +144,18 @@ def test_rope_as_transformers_5_writes_it():
 @pytest.mark.parametrize(
     "changes, names",
     [
-        (DEEPSEEK_V2_LITE, ["model_type 'deepseek_v2' (expected deepseek_v3 or kimi_k2)"]),
-        (DEEPSEEK_V2_LITE, ["scoring_func 'softmax' (expected 'sigmoid')"]),
-        (DEEPSEEK_V2_LITE, ["topk_method 'greedy'", "norm_topk_prob False"]),
+        (
+            {"model_type": "deepseek_v32"},
+            ["model_type 'deepseek_v32' (expected deepseek_v3 or kimi_k2 or deepseek_v2)"],
+        ),
+        (
+            {"scoring_func": "softmax", "topk_method": "greedy"},
+            ["scoring_func 'softmax' (expected 'sigmoid')", "topk_method 'greedy'"],
+        ),
+        (
+            DEEPSEEK_V2_LITE | {"topk_method": "group_limited_greedy"},
+            ["topk_method 'group_limited_greedy' (expected 'greedy')"],
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling.type 'linear'"]),
         (
             {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0.5}},
@@ -134,3 +178,10 @@ def test_what_is_not_supported_is_named(changes, names):
         architecture.parse(DEEPSEEK_V3 | changes)
     for name in names:
         assert name in str(caught.value)
+
+
+def test_the_folder_says_all_that_config_json_said():
+    """Each setting that the table of keys has goes into a converted folder's config.yml."""
+    ours = {ours for ours, _ in (architecture.KEYS | architecture.YARN).values()}
+    ours |= {"rope_max_timescale", "routed_score_func", "norm_topk_prob", "routed_bias"}
+    assert ours == set(ARCHITECTURE_KEYS)

@@ -28,7 +28,11 @@ from octablox.train.pretrained import load_params
 from octablox.train.step import settings_of
 
 DATA = pathlib.Path(__file__).parent / "data"
-CASES = {"grouped": hf_checkpoints.GROUPED, "ungrouped": hf_checkpoints.UNGROUPED}
+CASES = {
+    "grouped": hf_checkpoints.GROUPED,
+    "ungrouped": hf_checkpoints.UNGROUPED,
+    "softmax": hf_checkpoints.SOFTMAX,
+}
 # Four and eight times the original context of 16.
 SEQUENCES, LENGTH = 2, 64
 TOKENS = np.random.default_rng(1).integers(0, 48, (SEQUENCES, LENGTH))
@@ -143,10 +147,13 @@ def _of_layer(tree, name):
 def test_the_biases_and_the_groups_matter(case):
     """Without them the logits are others: the comparison above would fail."""
     name, config, folder, expected = case
+    if name == "softmax":
+        moe = config.moe.model_copy(update={"norm_topk_prob": True})
+        config = config.model_copy(update={"moe": moe})
     mesh = tiny_model.mesh()
     params = parameters(config, mesh, folder)
     router = params["moe_layers"]["router"]
-    router["bias"] = jnp.zeros_like(router["bias"])
+    router["bias"] *= 0
     assert np.max(np.abs(logits(config, mesh, params, batch()) - expected["logits"])) > 1e-2
     if name == "grouped":
         moe = config.moe.model_copy(update={"n_routing_groups": 1, "topk_routing_group": 1})

@@ -1,7 +1,8 @@
 """A Hugging Face `config.json` as settings of octablox, and back.
 
-The family is DeepSeek-V3's architecture: DeepSeek-V3, R1 and V3.1, Moonlight, Kimi-K2. Whatever
-in a config.json would make another function of the weights is refused by its name.
+The family is DeepSeek-V3's architecture: DeepSeek-V3, R1 and V3.1, Moonlight, Kimi-K2; and that of
+DeepSeek-V2-Lite, whose router differs. Whatever in a config.json would make another function of the
+weights is refused by its name.
 """
 
 import dataclasses
@@ -49,16 +50,16 @@ YARN: dict[str, tuple[str, Any]] = {
 # What makes another model if it is anything else. Left out, it is that.
 ONLY: dict[str, Any] = {
     "hidden_act": "silu",
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
     "moe_layer_freq": 1,
     "tie_word_embeddings": False,
     "attention_bias": False,
     "mlp_bias": False,
     "rope_interleave": True,
 }
-MODEL_TYPES = ("deepseek_v3", "kimi_k2")
+# The same, by `model_type`.
+_V3 = {"scoring_func": "sigmoid", "norm_topk_prob": True, "topk_method": "noaux_tc"}
+_V2 = {"scoring_func": "softmax", "norm_topk_prob": False, "topk_method": "greedy"}
+ROUTERS: dict[str, dict[str, Any]] = {"deepseek_v3": _V3, "kimi_k2": _V3, "deepseek_v2": _V2}
 # Facts of training, of serving and of the file, which change no value of the model.
 OTHERS = frozenset(
     """
@@ -110,16 +111,22 @@ def read(path: Path) -> tuple[Architecture, dict[str, Any]]:
 
 def parse(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
     """The architecture of a config.json's contents; UserError as `read`."""
-    wrong = [
+    kind = str(config.get("model_type"))
+    router = ROUTERS.get(kind, _V3)
+    wrong = [] if kind in ROUTERS else [f"model_type {kind!r} (expected {' or '.join(ROUTERS)})"]
+    wrong += [
         f"{key} {config[key]!r} (expected {only!r})"
-        for key, only in ONLY.items()
+        for key, only in (ONLY | router).items()
         if key in config and config[key] != only
     ]
-    if config.get("model_type") not in MODEL_TYPES:
-        types = " or ".join(MODEL_TYPES)
-        wrong.insert(0, f"model_type {config.get('model_type')!r} (expected {types})")
     fp8, power_of_two = _quantization(config, wrong)
     values = _values(config, KEYS, "", wrong) | _rope(config, wrong)
+    values |= {
+        "routed_score_func": router["scoring_func"],
+        "norm_topk_prob": router["norm_topk_prob"],
+    }
+    if router["topk_method"] == "greedy":  # whatever n_group says
+        values |= {"n_routing_groups": 1, "topk_routing_group": 1, "routed_bias": False}
     if wrong:
         raise UserError(f"{where} is not supported: {', '.join(wrong)}")
     model = {key: value for key, value in values.items() if key in ModelConfig.model_fields}
@@ -128,18 +135,21 @@ def parse(config: Mapping[str, Any], where: str = "config.json") -> Architecture
         settings = ModelConfig.model_validate(model), MoeConfig.model_validate(moe)
     except ValueError as error:
         raise UserError(f"{where} is not supported: {' '.join(str(error).split())}") from None
-    known = KEYS.keys() | ONLY.keys() | OTHERS
+    known = KEYS.keys() | ONLY.keys() | router.keys() | OTHERS
     return Architecture(*settings, fp8, power_of_two, tuple(sorted(config.keys() - known)))
 
 
 def to_json(architecture: Architecture, dtype: str) -> dict[str, Any]:
     """A config.json of these settings; `dtype` is that of the weights that are not in FP8."""
     settings = architecture.model.model_dump() | architecture.moe.model_dump()
+    version = 3 if settings["routed_score_func"] == "sigmoid" else 2
+    kind = f"deepseek_v{version}"
     config: dict[str, Any] = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": MODEL_TYPES[0],
+        "architectures": [f"DeepseekV{version}ForCausalLM"],
+        "model_type": kind,
         **{theirs: settings[ours] for theirs, (ours, _) in KEYS.items()},
         **ONLY,
+        **ROUTERS[kind],
         "num_key_value_heads": settings["base_num_query_heads"],
         "rope_theta": settings["rope_max_timescale"],
         "rope_scaling": None,

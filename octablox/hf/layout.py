@@ -202,11 +202,12 @@ def _shapes(model: ModelConfig, moe: MoeConfig) -> dict[str, tuple[int, ...]]:
         "mlp.norm": (d,),
         "router.norm": (d,),
         "router.gate": (moe.num_experts, d),
-        "router.bias": (moe.num_experts,),
         "embedding_norm": (d,),
         "hidden_norm": (d,),
         "projection": (d, 2 * d),
     }
+    if moe.routed_score_func == "sigmoid":
+        shapes["router.bias"] = (moe.num_experts,)
     if q_lora:
         shapes["attention.q_a"] = (q_lora, d)
         shapes["attention.q_norm"] = (q_lora,)

@@ -17,6 +17,12 @@ class MoeConfig(BaseModel):
     n_routing_groups: int = Field(1, ge=1, description="groups of experts; 1: no groups")
     topk_routing_group: int = Field(1, ge=1, description="groups that a token may choose from")
     routed_scaling_factor: float = Field(1.0, gt=0, description="factor on the routed output")
+    routed_score_func: Literal["sigmoid", "softmax"] = Field(
+        "sigmoid", description="what makes scores of the router's logits: DeepSeek-V3's, V2's"
+    )
+    norm_topk_prob: bool = Field(
+        True, description="the weights of a token's experts sum to 1, before the scaling factor"
+    )
     routed_bias: bool = Field(True, description="balance the load by a bias on the choice only")
     routed_bias_update_rate: float = Field(0.001, ge=0, description="the bias's change a step")
     merge_gating_gmm: bool = Field(True, description="gate and up projections in one GMM")

@@ -2,6 +2,7 @@
 
 DeepSeek-V3 (2024), section 2.1.2: sigmoid scores; a bias, moved by load instead of by a loss,
 helps to choose but never weighs; experts come in groups, of which a token may use a few.
+DeepSeek-V2 (2024), section 2.2, has a softmax over all experts instead, and no bias.
 Everything here is float32 and never quantized.
 
 Shapes: T tokens, D model width, E experts, G groups of experts, k experts a token.
@@ -15,6 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 from octablox.mesh import ParamSpec, weight
 from octablox.moe.config import MoeConfig
 from octablox.moe.probe import counted
+
+_SCORES = {"sigmoid": jax.nn.sigmoid, "softmax": jax.nn.softmax}
 
 
 def specs(config: MoeConfig, width: int) -> dict[str, ParamSpec]:
@@ -43,11 +46,12 @@ def route(
       Chosen experts int32 [T, k] and their weights float32 [T, k].
     """
     logits = jnp.dot(hidden.astype(jnp.float32), gate, precision=lax.Precision.HIGHEST)
-    scores = jax.nn.sigmoid(logits)
+    scores = _SCORES[config.routed_score_func](logits)
     chosen = _choose(lax.stop_gradient(scores + bias), config)
     is_chosen = chosen[:, :, None] == lax.broadcasted_iota(jnp.int32, (1, 1, scores.shape[1]), 2)
     weights = jnp.sum(jnp.where(is_chosen, scores[:, None, :], 0), axis=2)
-    weights /= jnp.sum(weights, axis=1, keepdims=True) + 1e-20
+    if config.norm_topk_prob:
+        weights /= jnp.sum(weights, axis=1, keepdims=True) + 1e-20
     load = jnp.sum(is_chosen & real[:, None, None], axis=(0, 1), dtype=jnp.float32)
     return chosen, counted(weights * config.routed_scaling_factor, bias, load)
 

@@ -41,6 +41,14 @@ class SavedParameters:
             ) from error
         self._arrays: dict[str, Any] = {}
 
+    def has(self, name: str) -> bool:
+        """See `Parameters`."""
+        try:
+            self.array(name)
+        except UserError:
+            return False
+        return True
+
     def array(self, name: str) -> Any:
         """See `Parameters`."""
         path, layer = stack_of(name)

@@ -42,6 +42,10 @@ class Parameters(Protocol):
         """
         ...
 
+    def has(self, name: str) -> bool:
+        """Whether there is a parameter of this name."""
+        ...
+
     def scale(self, name: str) -> Any | None:
         """The scales of a parameter in FP8 blocks, or None of another one."""
         ...
@@ -78,6 +82,10 @@ class Weights:
         if file not in self._files:
             self._files[file] = TensorFile(self.folder / WEIGHTS / file)
         return self._files[file].array(name)
+
+    def has(self, name: str) -> bool:
+        """See `Parameters`."""
+        return name in self._file_of
 
     def scale(self, name: str) -> np.ndarray | None:
         """See `Parameters`."""
@@ -120,11 +128,20 @@ def read(
     return np.stack([_part(parameters, name, index[1:], dtype) for name in names])
 
 
+def has(parameters: Parameters, path: str) -> bool:
+    """Whether there is such a parameter of the train state."""
+    return parameters.has(_first(path))
+
+
 def shape(parameters: Parameters, path: str) -> tuple[int, ...]:
     """Of a parameter of the train state, without the dim of layers; UserError as `read`."""
+    return tuple(parameters.array(_first(path)).shape)
+
+
+def _first(path):
+    """Its first layer's name, or its own."""
     stack = _STACK.match(path)
-    name = f"{stack[1]}.0.{stack[2]}" if stack else path
-    return tuple(parameters.array(name).shape)
+    return f"{stack[1]}.0.{stack[2]}" if stack else path
 
 
 def _part(parameters, name, index, dtype):
