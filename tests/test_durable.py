@@ -1,5 +1,6 @@
 """Whatever happens to the machine, a run goes on: killed at any moment, on other devices."""
 
+import itertools
 import os
 import random
 import subprocess
@@ -50,18 +51,18 @@ def test_from_eight_devices_to_four_to_one(tmp_path):
 @pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_killed_at_random(tmp_path, kills):
     """Saved at every step, so that most kills come during a save; some come before any step."""
+    steps = 12 * kills  # more than ten lines and a moment bring
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    steps = 8 * kills
     line = f"steps={steps} checkpoint_period=1"
     assert train(tmp_path / "whole", line, SMALL) == 0
     deaths, leftovers, reached = [], 0, 0
     folder = tmp_path / "killed"
     while len(deaths) < kills:
-        line = f"steps={steps} checkpoint_period=1"
         with start(folder, line) as process:
-            printed = kill(process, rng)
+            # Every other one after it has made steps.
+            printed = kill(process, rng, at_least=0 if len(deaths) % 2 else 6)
         assert process.returncode == -9, printed
         assert "Traceback" not in printed, printed
         resumed = [word for word in printed.splitlines() if word.startswith("resuming ")]
@@ -81,18 +82,12 @@ def test_killed_at_random(tmp_path, kills):
     assert losses(folder) == losses(tmp_path / "whole")
 
 
-def kill(process, rng):
-    """Kills it a moment after a random one of its next steps, or before the first; its output."""
-    printed = []
-    if rng.random() < 0.2:
-        time.sleep(rng.uniform(0, 8))
-    else:
-        left = rng.randint(1, 6)
-        for line in process.stdout:
-            printed.append(line)
-            left -= line.startswith("step ")
-            if not left:
-                break
-        time.sleep(rng.uniform(0, 0.15))
+def kill(process, rng, at_least):
+    """Kills it a moment after a random one of its first lines; returns its output.
+
+    It prints some before the first step, and one for each step.
+    """
+    lines = list(itertools.islice(process.stdout, rng.randint(at_least, 10)))
+    time.sleep(rng.uniform(0, 0.15))
     process.kill()
-    return "".join(printed) + process.stdout.read()
+    return "".join(lines) + process.stdout.read()
