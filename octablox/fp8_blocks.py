@@ -45,6 +45,12 @@ def dequantize(value: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return value.astype(np.float32) * of_elements(scale, value.shape)
 
 
+def powers_of_two(scale: np.ndarray) -> bool:
+    """Whether all scales are ("ue8m0")."""
+    mantissa, _ = np.frexp(scale.astype(np.float32))
+    return bool(np.all(mantissa == 0.5))
+
+
 def quantize(weight: np.ndarray, power_of_two: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """A matrix [R, C] of any float dtype as e4m3 [R, C] and float32 scales.
 

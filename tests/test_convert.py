@@ -14,12 +14,13 @@ from hf_checkpoints import BLOCKS, FP8, GROUPED, SOFTMAX, UNGROUPED, WITH_MTP, b
 from safetensors import deserialize
 
 from benchmarks.convert import measure
-from octablox import cli, config, fp8_blocks
+from octablox import cli, config, fp8, fp8_blocks
 from octablox.hf import architecture, checkpoint, convert
 from octablox.train.pretrained import open_parameters
 from octablox.weights import folder as weights
 from octablox.weights.tensor_files import TensorFile
 
+CAST = 1.5 * fp8.CAST_ERROR["float8_e4m3fn"]  # the budget of one cast
 CASES = "grouped", "ungrouped", "softmax", "mtp"
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {"F32": np.float32, "BF16": BFLOAT16, "F8_E4M3": hf_checkpoints.E4M3}
@@ -82,7 +83,7 @@ def test_there_and_back_to_the_bit(tmp_path, sizes, dtype):
     assert to_octablox(tmp_path / "hf", tmp_path / "ours") == 0
     assert to_hf(tmp_path / "ours", tmp_path / "back") == 0
     assert_same(tensors_of(tmp_path / "back"), tensors)
-    found = architecture.read(tmp_path / "back" / "config.json")[0]
+    found = architecture.read(tmp_path / "back" / "config.json")
     assert found == architecture.parse(sizes)
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors.keys()
@@ -133,7 +134,7 @@ def test_fp8_blocks(tmp_path, power_of_two):
     assert to_octablox(tmp_path / "hf", tmp_path / "ours") == 0
     assert to_hf(tmp_path / "ours", tmp_path / "back") == 0
     assert_same(tensors_of(tmp_path / "back"), tensors)
-    built = architecture.read(tmp_path / "back" / "config.json")[0]
+    built = architecture.read(tmp_path / "back" / "config.json")
     assert (built.fp8, built.power_of_two) == (True, power_of_two)
 
     # Dequantized, when they are read or when they are converted.
@@ -227,8 +228,28 @@ def test_export_of_fp8_is_the_official_layout(tmp_path, power_of_two):
             assert differ.mean() < 1e-3, name
             restored = hf_checkpoints.from_blocks(found[name], found[f"{name}_scale_inv"])
             error = np.linalg.norm(restored - tensors[name]) / np.linalg.norm(tensors[name])
-            assert error < 0.03, name
-    assert architecture.read(tmp_path / "fp8" / "config.json")[0].power_of_two == power_of_two
+            assert error < CAST, name
+    assert architecture.read(tmp_path / "fp8" / "config.json").power_of_two == power_of_two
+
+
+def test_fp8_becomes_powers_of_two_only_when_it_must(tmp_path):
+    """Blocks whose scales are powers of two already stay as they are; others are cast anew."""
+    for name, power_of_two in (("float", False), ("ue8m0", True)):
+        tensors = hf_checkpoints.fp8_tensors(BLOCKS, power_of_two=power_of_two)
+        hf_checkpoints.write(tmp_path / name / "hf", BLOCKS, tensors)
+        assert to_octablox(tmp_path / name / "hf", tmp_path / name / "ours") == 0
+        assert to_hf(tmp_path / name / "ours", tmp_path / name / "b", "--dtype fp8_ue8m0") == 0
+        found = tensors_of(tmp_path / name / "b")
+        if power_of_two:
+            assert_same(found, tensors)
+            continue
+        for scale in (key for key in found if key.endswith("scale_inv")):
+            assert (np.frexp(found[scale])[0] == 0.5).all(), scale
+            weight = scale.removesuffix("_scale_inv")
+            before = hf_checkpoints.from_blocks(tensors[weight], tensors[scale])
+            after = hf_checkpoints.from_blocks(found[weight], found[scale])
+            error = np.linalg.norm(after - before) / np.linalg.norm(before)
+            assert 0 < error < CAST, weight
 
 
 def test_the_wrong_readings_of_scales_would_be_seen():

@@ -90,8 +90,8 @@ class Architecture:
     unknown: tuple[str, ...] = ()
 
 
-def read(path: Path) -> tuple[Architecture, dict[str, Any]]:
-    """A config.json, and what stands in it.
+def read(path: Path) -> Architecture:
+    """What a config.json says.
 
     Raises:
       UserError: it cannot be read; or all that it says and octablox has not, by name.
@@ -106,7 +106,7 @@ def read(path: Path) -> tuple[Architecture, dict[str, Any]]:
         ) from error
     except ValueError as error:
         raise UserError(f"expected JSON, got {path}: {error}") from error
-    return parse(config, str(path)), config
+    return parse(config, str(path))
 
 
 def parse(config: Mapping[str, Any], where: str = "config.json") -> Architecture:

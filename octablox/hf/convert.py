@@ -207,9 +207,10 @@ def copy(
         blocks = slice(first // fp8_blocks.BLOCK, -(-rows.stop // fp8_blocks.BLOCK))
         values = _read(source.values[rows], release)
         scale = None if source.scale is None else np.asarray(source.scale[blocks])
-        if scale is not None and target.scale is None:
+        anew = power_of_two and scale is not None and not fp8_blocks.powers_of_two(scale)
+        if scale is not None and (target.scale is None or anew):
             values, scale = fp8_blocks.dequantize(values, scale), None
-        elif scale is None and target.scale is not None:
+        if scale is None and target.scale is not None:
             values, scale = fp8_blocks.quantize(values, power_of_two)
         _assign(target.values[rows], values, release)
         if target.scale is not None:

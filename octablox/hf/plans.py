@@ -15,6 +15,7 @@ from octablox.hf.checkpoint import INDEX, HfCheckpoint
 from octablox.hf.convert import Dtype, File, Matrix, Plan
 from octablox.hf.layout import Entry
 from octablox.settings import ARCHITECTURE_KEYS
+from octablox.train.metrics import write_atomically
 from octablox.train.pretrained import open_parameters
 from octablox.weights import folder as weights
 from octablox.weights.folder import Parameters
@@ -31,7 +32,7 @@ def plan_import(source: Path, target: Path, dtype: Dtype) -> tuple[Plan, tuple[s
     Raises:
       UserError: an architecture or a checkpoint that does not fit, with all that is wrong.
     """
-    built, _ = architecture.read(source / "config.json")
+    built = architecture.read(source / "config.json")
     checkpoint = HfCheckpoint(source)
     entries = layout.entries(built.model, built.moe)
     checkpoint.require(entries, built.fp8)
@@ -53,7 +54,7 @@ def plan_import(source: Path, target: Path, dtype: Dtype) -> tuple[Plan, tuple[s
         convert.copy_files(sorted(beside - {source / INDEX}), target / weights.THEIRS)
         (target / weights.CONFIG).write_text(_settings(built))
         listed = {file.path.name: list(file.tensors) for file in files}
-        (target / weights.COMPLETE).write_text(json.dumps(listed, indent=1))
+        write_atomically(target / weights.COMPLETE, json.dumps(listed, indent=1).encode())
 
     of_files = {file.path.name: _stamp(file.path) for file in checkpoint.files}
     fingerprint = {"files": of_files, "dtype": dtype}

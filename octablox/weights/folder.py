@@ -66,10 +66,10 @@ class Weights:
         self.folder = folder
         try:
             files = json.loads((folder / COMPLETE).read_text())
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"expected a folder that octablox convert has finished, got {folder}, which has no "
-                f"readable {COMPLETE}: {error.strerror}"
+                f"readable {COMPLETE}: {error}; convert it anew"
             ) from error
         self._file_of = {name: file for file, names in files.items() for name in names}
         self._files: dict[str, TensorFile] = {}
