@@ -200,6 +200,11 @@ def _saved_run(layers: Sequence[_Layer]) -> _Layer | None:
 
 def _of_parameters(folder: pathlib.Path) -> _Layer:
     """What the parameters in a folder (a converted one, or a run's) are made for."""
+    if (folder / "config.json").is_file():
+        raise UserError(
+            f"load_parameters_path: {folder} is a Hugging Face checkpoint; convert it first: "
+            f"octablox convert --from hf {folder} --to octablox NEW_FOLDER"
+        )
     if not (folder / "config.yml").is_file():
         raise UserError(
             "load_parameters_path: expected a folder that octablox convert has finished, or a "

@@ -95,6 +95,15 @@ def test_the_tokenizer_comes_along(tmp_path):
     assert bytes_again.data.tokenizer_path == ""
 
 
+def test_a_checkpoint_that_is_not_converted(tmp_path, capsys):
+    folder = hf_checkpoints.write(tmp_path / "hf", GROUPED, {})
+    assert train(tmp_path, f"load_parameters_path={folder}", base="") == 2
+    assert capsys.readouterr().err == (
+        f"error: load_parameters_path: {folder} is a Hugging Face checkpoint; convert it first: "
+        f"octablox convert --from hf {folder} --to octablox NEW_FOLDER\n"
+    )
+
+
 @pytest.mark.parametrize(
     "key, said",
     [
