@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import training_runs
-from training_runs import arguments, assert_same_state, losses, saved, train
+from training_runs import arguments, assert_same_state, checkpoint_steps, losses, saved, train
 
 SMALL = f"{training_runs.SMALL} eval_interval=-1"
 
@@ -91,3 +91,27 @@ def kill(process, rng, at_least):
     time.sleep(rng.uniform(0, 0.15))
     process.kill()
     return "".join(lines) + process.stdout.read()
+
+
+def test_a_disk_that_fills_up_loses_nothing_that_was_saved(tmp_path, capsys):
+    """Two checkpoints fit, the third does not; with more room the run goes on to the same bits."""
+    line = "steps=8 checkpoint_period=2 max_num_checkpoints_to_keep=3"
+    assert train(tmp_path / "whole", line, SMALL) == 0
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4500k", "none", small])
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        assert train(small, line, SMALL) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: disk full: the checkpoint of step 6 needs about ")
+        assert "; the checkpoint of step 4 is still good; free some space, or give" in error
+        assert checkpoint_steps(small) == [2, 4]
+        subprocess.run(["mount", "-o", "remount,size=40m", small], check=True)
+        assert train(small, line, SMALL) == 0
+        assert f"resuming {small / 'run'} from step 4" in capsys.readouterr().out
+        assert_same_state(saved(small), saved(tmp_path / "whole"))
+        assert losses(small) == losses(tmp_path / "whole")
+    finally:
+        subprocess.run(["umount", small], check=True)
