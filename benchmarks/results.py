@@ -42,7 +42,9 @@ def compare_markdown(content: dict) -> str:
     """Every variant, its verdict, and whether schedules gave the same numbers."""
     notes = [row["verdict"] for row in content["rows"] if row["verdict"]] + content["schedules"]
     listed = "\n".join(f"- {note}" for note in notes)
-    return f"{markdown(*compare_table(content['rows']))}\n\n{listed}\n\n`{content['command']}`"
+    pictures = "![gap to bf16](compare/gap.png)\n\n![eval loss](compare/eval_loss.png)"
+    table = markdown(*compare_table(content["rows"]))
+    return f"{table}\n\n{listed}\n\n{pictures}\n\n`{content['command']}`"
 
 
 def compare_summary(content: dict) -> str:

@@ -60,8 +60,7 @@ def run(args: Sequence[str], prepare: Callable[[Sequence[str]], Resolved]) -> in
 
         rows = step.measure(given.keys, recipes, given.seconds)
     _print(rows, what)
-    bars = [(f"{row['recipe']} {row.get('direction', '')}".strip(), row["tflops"]) for row in rows]
-    write(rows, given.json, given.plot, bars, f"octablox bench {what}", "TFLOP/s")
+    write(rows, given.json, given.plot, list(map(_bars, rows)), f"octablox bench {what}")
     return 0
 
 
@@ -80,6 +79,13 @@ def help_text(summary: str, example: str) -> str:
     lines += ["the settings; needs the extra `tpu`, no TPU. Options: --chip, --gemm, --product,"]
     lines += ["--candidates, --json; docs/tpu_kernels.md."]
     return "\n".join(lines)
+
+
+def _bars(row):
+    """TFLOP/s of every contender: the row's own, and those of times beside it."""
+    work = row["tflops"] * row.get("octablox_ms", row.get("step_ms"))
+    others = {key.removesuffix("_ms"): work / ms for key, ms in row.items() if key.endswith("_ms")}
+    return f"{row['recipe']} {row.get('direction', '')}".strip(), others
 
 
 def _print(rows, what) -> None:
