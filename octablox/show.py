@@ -7,6 +7,7 @@ S tokens of a sequence. FLOPs count a multiply-add as two.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from typing import Any
@@ -22,7 +23,7 @@ from octablox.kernels import Scaled, pallas_tpu, tiles
 from octablox.kernels.chips import chip_of_topology
 from octablox.kernels.tiles import GmmTiles, TgmmTiles
 from octablox.mesh import is_spec
-from octablox.model import transformer
+from octablox.model import skip, transformer
 from octablox.moe.overflow import buffer_rows
 from octablox.settings import Config
 
@@ -157,6 +158,7 @@ class Gemm:
       groups: experts in all, E or more.
       busy: rows that this device works on in the mean; the others are other devices' experts'.
       recipe: the casts of all three products.
+      layers: that have these casts, where `quantization_skip` makes a difference; else "".
     """
 
     gemm: str
@@ -168,6 +170,7 @@ class Gemm:
     groups: int
     busy: int
     recipe: fp8.Recipe
+    layers: str = ""
 
     def describe(self, config: Config) -> dict[str, Any]:
         """The row of the report."""
@@ -176,6 +179,7 @@ class Gemm:
         return {
             "gemm": self.gemm,
             "product": self.product,
+            "layers": self.layers,
             **{dim: getattr(self, dim) for dim in "EMKN"},
             "busy_rows": self.busy,
             "flops": 2 * self.busy * self.K * self.N,
@@ -244,7 +248,6 @@ def gemms(config: Config, axes: dict[str, int]) -> list[Gemm]:
     copies = _rows(config) * config.run.max_target_length * ep * moe.num_experts_per_tok
     rows = buffer_rows(moe, copies, ep)
     busy = copies // ep if by_expert else copies
-    recipe = fp8.recipe_from_config(config.quantization)
     names = {"gate_up": 2 * width} if moe.merge_gating_gmm else {"gate": width, "up": width}
     shapes = {name: (model.base_emb_dim, columns) for name, columns in names.items()}
     shapes["down"] = (width, model.base_emb_dim)
@@ -254,10 +257,25 @@ def gemms(config: Config, axes: dict[str, int]) -> list[Gemm]:
             groups=moe.num_experts,
             busy=busy,
             recipe=recipe.merged(2) if name == "gate_up" else recipe,
+            layers=layers,
         )
+        for layers, recipes in _recipes(config).items()
         for name, shape in shapes.items()
+        for recipe in [recipes[name == "down"]]
         for product in ("out", "dlhs", "drhs")
     ]
+
+
+def _recipes(config: Config) -> dict[str, tuple[fp8.Recipe, ...]]:
+    """Layers -> their recipes of gate and up and of down; "" stands for all layers."""
+    recipe = fp8.recipe_from_config(config.quantization)
+    patterns = skip.parse(config.quantization.quantization_skip)
+    layers: dict[tuple[fp8.Recipe, ...], list[str]] = {}
+    for name in itertools.chain(*transformer.moe_layer_names(config.model).values()):
+        layers.setdefault(skip.recipes_of(recipe, patterns, name), []).append(name)
+    if len(layers) == 1:
+        return {"": next(iter(layers))}
+    return {", ".join(names): recipes for recipes, names in layers.items()}
 
 
 def _operand(cast: fp8.Cast | None, shape: tuple[int, ...], contracted: int, config: Config):
@@ -356,7 +374,8 @@ def _flops_table(flops: dict[str, Any]) -> Table:
 def _gemm_table(rows: list[dict[str, Any]]) -> Table:
     title = "GEMMs of a MoE layer, on one device for one micro-batch"
     table = Table(title=title, title_justify="left", box=None)
-    columns = ["gemm", "product", *"EMKN", "busy_rows", "lhs", "rhs", "backend", "tiles"]
+    layers = ["layers"] if any(row["layers"] for row in rows) else []
+    columns = [*layers, "gemm", "product", *"EMKN", "busy_rows", "lhs", "rhs", "backend", "tiles"]
     for column in columns:
         is_number = column in "EMKN" or column == "busy_rows"
         table.add_column(column.replace("_", " "), justify="right" if is_number else "left")

@@ -1,5 +1,7 @@
 """Casts that are left out: by pattern, and in a run's first steps."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -108,6 +110,20 @@ def test_a_resumed_warmup(tmp_path, cut):
     assert train(tmp_path / "parts", f"steps={cut} {line}") == 0
     assert train(tmp_path / "parts", "steps=4", base="") == 0
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+
+
+def test_show_says_what_is_left(capsys):
+    line = ["show", "--json", "model_name=demo", "num_cpu_devices=8", "quantization=fp8_full"]
+    assert cli.main([*line, "quantization_skip=*.down.act"]) == 0
+    rows = json.loads(capsys.readouterr().out)["gemms"]
+    found = {(row["gemm"], row["product"]): row["lhs"] for row in rows}
+    assert len(found) == len(rows) == 6
+    assert "float8" in found["gate_up", "out"] and "float8" not in found["down", "out"]
+    assert {row["layers"] for row in rows} == {""}
+    assert cli.main([*line, "quantization_skip=layers.2"]) == 0
+    rows = json.loads(capsys.readouterr().out)["gemms"]
+    cast = {row["layers"]: "float8" in row["lhs"] for row in rows}
+    assert cast == {"layers.1, layers.3": True, "layers.2": False}
 
 
 def test_bf16_is_what_is_left_of_a_recipe():
