@@ -21,8 +21,9 @@ from octablox.health import OPERANDS
 from octablox.train.metrics import METRICS_FILE, read_metrics
 
 CONFIDENCE = 0.95
-# A cast whose noise is beyond this many times its own rounding error is broken; see Recipe.budget.
-NOISE_BUDGET = 1.5
+# A cast whose noise is beyond this many times its type's rounding error is broken: twice what a
+# recipe's budget allows on the tests' data, since int8 depends on how a run's gradients are spread.
+NOISE_BUDGET = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
