@@ -25,7 +25,7 @@ from octablox.train.step import Trainer
 # Two layers with experts, in bfloat16, on eight devices.
 SMALL = [
     *training_runs.SMALL.replace("base_num_decoder_layers=1", "base_num_decoder_layers=2").split(),
-    *"num_cpu_devices=8 per_device_batch_size=2 batch_split_factor=2".split(),
+    *"per_device_batch_size=2 batch_split_factor=2".split(),
     *"steps=12 eval_interval=4 eval_steps=2".split(),
 ]
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -113,7 +113,7 @@ def test_a_resumed_warmup(tmp_path, cut):
 
 
 def test_show_says_what_is_left(capsys):
-    line = ["show", "--json", "model_name=demo", "num_cpu_devices=8", "quantization=fp8_full"]
+    line = ["show", "--json", "model_name=demo", "quantization=fp8_full"]
     assert cli.main([*line, "quantization_skip=*.down.act"]) == 0
     rows = json.loads(capsys.readouterr().out)["gemms"]
     found = {(row["gemm"], row["product"]): row["lhs"] for row in rows}
