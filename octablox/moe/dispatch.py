@@ -80,7 +80,7 @@ def window(order: CopyOrder, first: Int[Array, ""] | int, rows: int) -> CopyOrde
     return CopyOrder(copy_of_row, row_of_copy, group_sizes.astype(jnp.int32))
 
 
-def dispatch(tokens: Float[Array, "T D"] | Quantized, order: CopyOrder):
+def dispatch(tokens: Float[Array, "T D"] | Int[Array, "T D"] | Quantized, order: CopyOrder):
     """Rows [R, D] of `tokens` [T, D], sorted by expert; quantized if the tokens are."""
     if not isinstance(tokens, Quantized):
         return _dispatch(tokens, order)
