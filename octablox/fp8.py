@@ -179,6 +179,8 @@ def _uniform(name: str, tile: Tile, forward: str, backward: str | None, **kwargs
 
 
 _E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
+# Of weights under fp8_blockwise, as DeepSeek's checkpoints hold them.
+SQUARE_BLOCKS = Cast(dtype=_E4M3, tile=(128, 128))
 _BLOCK_ROW = Cast(dtype=_E4M3, tile=(1, 128), power_of_two=True)
 _INT8 = Cast(dtype="int8", tile=(1, None))
 
@@ -189,13 +191,7 @@ RECIPES = {
         BF16,
         _uniform("fp8_full", (1, None), _E4M3, _E5M2),
         _uniform("fp8_tensorwise", (None, None), _E4M3, _E5M2),
-        _recipe(
-            "fp8_blockwise",
-            Cast(dtype=_E4M3, tile=(128, 128)),
-            _BLOCK_ROW,
-            _BLOCK_ROW,
-            _BLOCK_ROW,
-        ),
+        _recipe("fp8_blockwise", SQUARE_BLOCKS, _BLOCK_ROW, _BLOCK_ROW, _BLOCK_ROW),
         _uniform("mxfp8", (1, 32), _E4M3, _E4M3, power_of_two=True),
         # The rows that drhs sums over differ by orders of magnitude, which one integer scale per
         # column cannot hold: that product keeps its gradient operand unquantized.

@@ -47,7 +47,6 @@ class Options:
     seed: int = 0
 
 
-_BLOCKWISE = fp8.Cast(dtype="float8_e4m3fn", tile=(fp8_blocks.BLOCK, fp8_blocks.BLOCK))
 # Option -> what follows it, what it does.
 FLAGS = {
     "from": ("DIR", "a folder that octablox convert wrote, or a run's folder"),
@@ -246,20 +245,20 @@ def _operand(value: np.ndarray, scale: np.ndarray) -> QArray:
     e, k, *more, n = value.shape
     parts = math.prod(more)
     value = value.reshape(e, k, parts * n)
-    tile = fp8.tiles(_BLOCKWISE, value.shape, 1, parts)
+    tile = fp8.tiles(fp8.SQUARE_BLOCKS, value.shape, 1, parts)
     block_of_tile = np.arange(-(-n // tile[2])) * tile[2] // fp8_blocks.BLOCK
     of_tiles = scale.reshape(e, scale.shape[1], parts, -1)[..., block_of_tile]
     of_tiles = of_tiles.reshape(e, scale.shape[1], -1).astype(np.float32)
     pad = [(0, -size % t) for size, t in zip(value.shape, tile, strict=True)]
     # As integers: NumPy pads no 8-bit floats.
     padded = np.pad(value.view(np.uint8), pad).view(value.dtype)
-    return QArray(padded, of_tiles, None, _BLOCKWISE.dtype)
+    return QArray(padded, of_tiles, None, fp8.SQUARE_BLOCKS.dtype)
 
 
 def _has_blocks_of(recipe: fp8.Recipe, parameters: Parameters) -> bool:
     """Whether the experts are stored as the recipe casts weights."""
-    cast = recipe.weight
-    fits = cast is not None and (cast.tile, cast.dtype) == (_BLOCKWISE.tile, _BLOCKWISE.dtype)
+    cast, blocks = recipe.weight, fp8.SQUARE_BLOCKS
+    fits = cast is not None and (cast.tile, cast.dtype) == (blocks.tile, blocks.dtype)
     return fits and parameters.scale("moe_layers.0.experts.down") is not None
 
 

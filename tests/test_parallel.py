@@ -158,12 +158,17 @@ WHOLE_EXPERTS = [
     On(recipe, sharding, 1, ways, whole_experts=True)
     for recipe, sharding, ways in itertools.product(RECIPES, SHARDINGS, (1, 4))
 ]
+WAYS = list(itertools.product(RECIPES, SHARDINGS, (1, 2), (1, 2, 4, 8)))
 EVERY_MESH = [
     case
-    for values in itertools.product(RECIPES, SHARDINGS, (1, 2), (1, 2, 4, 8), (True, False))
     for case in (
-        On(*values),
-        *(On(*values, ring=r, fp8_dispatch=f) for r, f in ((0, 0), (0, 1), (1, 1)) if values[-1]),
+        *(
+            On(*of, ring=r, fp8_dispatch=f)
+            for of in WAYS
+            for r in (True, False)
+            for f in (True, False)
+        ),
+        *(On(*of, merged=False) for of in WAYS),
     )
     if case.exists() and case not in DEFAULT_MESHES
 ]
