@@ -18,8 +18,8 @@ DEMO := model_name=demo num_cpu_devices=8 ici_fsdp_parallelism=-1 ici_expert_par
 # The comparison of docs/results/: 21 runs. Say it again to go on where it was interrupted.
 COMPARE := --recipes all --seeds 3 --threshold 0.3 \
   --variant 'fp8_full-batch_split quantization=fp8_full use_batch_split_schedule=true' \
-  model_name=demo num_cpu_devices=8 ici_fsdp_parallelism=-1 ici_expert_parallelism=2 \
-  batch_split_factor=2 steps=1000 eval_interval=50 eval_steps=16 log_period=10 \
+  model_name=demo num_cpu_devices=4 ici_fsdp_parallelism=-1 ici_expert_parallelism=2 \
+  batch_split_factor=2 steps=1000 eval_interval=100 eval_steps=32 log_period=10 \
   checkpoint_period=250 enable_tensorboard=false run_name=results
 PYTEST := $(BIN)/python -m pytest -n 2
 

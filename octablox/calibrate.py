@@ -106,6 +106,8 @@ def settings(args: Sequence[str]) -> tuple[Resolved, Options]:
     resolved = configs.load(
         [*given.keys, *(f"{key}={value}" for key, value in extra.items() if key not in keys)]
     )
+    if not asked.moe.fp8_health:
+        raise UserError("calibrate reads a run's health: expected fp8_health=true, got false")
     operands = tuple(name.strip() for name in given.operands.split(",") if name.strip())
     options = Options(operands, given.margin, given.output)
     options.require(recipe_from_config(resolved.config.quantization))

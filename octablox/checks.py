@@ -8,11 +8,13 @@ import difflib
 import itertools
 import math
 import pathlib
+from collections.abc import Sequence
 
 from octablox.errors import UserError
 from octablox.fp8 import RECIPES, recipe_from_config
 from octablox.health import OPERANDS
 from octablox.kernels.tiles import PRODUCTS, Limits, parse_limits
+from octablox.mesh import ALL_SHARDS, AXES, EXPERT_SHARDS
 from octablox.model import skip, transformer
 from octablox.settings import Config, dump
 
@@ -40,11 +42,16 @@ def check_devices(config: Config, device_count: int, slices: int = 1) -> None:
     """Raises a UserError where the mesh or the batch does not fit that many devices."""
     axes = resolve_mesh_shape(config, device_count, slices)
     model, moe = config.model, config.moe
-    shards = axes["fsdp"] * axes["expert"]
+    shards, written = _shards(axes, ALL_SHARDS)
     _require(
         model.base_emb_dim % shards == 0,
-        f"base_emb_dim (D) must be a multiple of fsdp x expert = {axes['fsdp']} x "
-        f"{axes['expert']} = {shards}, which shard it; got {model.base_emb_dim}",
+        f"base_emb_dim (D) must be a multiple of {written} = {shards}, which shard it; "
+        f"got {model.base_emb_dim}",
+    )
+    _require(
+        config.run.max_target_length % axes["context"] == 0,
+        f"max_target_length must be a multiple of the context axis, {axes['context']}, which "
+        f"shards sequences; got {config.run.max_target_length}",
     )
     if model.base_num_decoder_layers > model.first_num_dense_layers:
         key = "num_experts" if moe.expert_sharding == "expert" else "base_moe_mlp_dim"
@@ -55,7 +62,8 @@ def check_devices(config: Config, device_count: int, slices: int = 1) -> None:
             f"(expert_sharding={moe.expert_sharding}); got {dim}",
         )
     if moe.shard_exp_on_fsdp:
-        holders = axes["fsdp"] * (axes["expert"] if moe.expert_sharding == "expert" else 1)
+        by_expert = moe.expert_sharding == "expert"
+        holders, _ = _shards(axes, ALL_SHARDS if by_expert else EXPERT_SHARDS)
         _require(
             moe.num_experts % holders == 0,
             f"num_experts must be a multiple of the {holders} devices that hold different ones "
@@ -72,11 +80,18 @@ def check_devices(config: Config, device_count: int, slices: int = 1) -> None:
         "expert_sharding=width all devices do; write use_ring_of_experts=true",
     )
     _check_blocks(config, axes["expert"])
-    _check_batch(config, device_count)
+    _check_batch(config, axes)
+
+
+def _shards(axes: dict[str, int], names: Sequence[str]) -> tuple[int, str]:
+    """How many shards these axes make, and of what, in words."""
+    names = [name for name in names if name != "context" or axes[name] > 1]
+    sizes = [axes[name] for name in names]
+    return math.prod(sizes), f"{' x '.join(names)} = {' x '.join(map(str, sizes))}"
 
 
 def resolve_mesh_shape(config: Config, device_count: int, slices: int = 1) -> dict[str, int]:
-    """Devices of each mesh axis, {"data": .., "fsdp": .., "expert": ..}, with -1 filled in."""
+    """Devices of each of `mesh.AXES`, with -1 filled in."""
     between = resolve_slices(config, slices)
     within = _axes(config, "ici")
     fixed, free, written = _parts("ici", within)
@@ -98,7 +113,7 @@ def resolve_mesh_shape(config: Config, device_count: int, slices: int = 1) -> di
 
 
 def resolve_slices(config: Config, slices: int = 1) -> dict[str, int]:
-    """Slices that each mesh axis spans, {"data": .., "fsdp": .., "expert": ..}."""
+    """Slices that each of `mesh.AXES` spans."""
     between = _axes(config, "dcn")
     fixed, free, written = _parts("dcn", between)
     several = f"{slices} slices" if slices > 1 else "one slice (CPUs and GPUs have no more)"
@@ -112,8 +127,7 @@ def resolve_slices(config: Config, slices: int = 1) -> dict[str, int]:
 
 def _axes(config: Config, network: str) -> dict[str, int]:
     """The sizes set for each axis, within a slice ("ici") or between slices ("dcn")."""
-    axes = ("data", "fsdp", "expert")
-    return {axis: getattr(config.mesh, f"{network}_{axis}_parallelism") for axis in axes}
+    return {axis: getattr(config.mesh, f"{network}_{axis}_parallelism") for axis in AXES}
 
 
 def _parts(network: str, axes: dict[str, int]) -> tuple[int, str, str]:
@@ -129,7 +143,11 @@ def _parts(network: str, axes: dict[str, int]) -> tuple[int, str, str]:
         "at most one mesh axis can be -1 (what is left), got -1 for " + " and ".join(free),
     )
     fixed = math.prod(size for size in axes.values() if size != -1)
-    written = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size != -1)
+    written = " x ".join(
+        f"{axis} {size}"
+        for axis, size in axes.items()
+        if size != -1 and (axis != "context" or size > 1)
+    )
     return fixed, "".join(free), written
 
 
@@ -145,8 +163,8 @@ def _count_hint(config: Config) -> str:
 
 def global_batch_size(config: Config, device_count: int) -> int:
     """Sequences of one optimizer step: devices x rows of a device x accumulation steps."""
-    rows = int(config.run.per_device_batch_size)
-    return rows * device_count * config.optimizer.gradient_accumulation_steps
+    rows = round(config.run.per_device_batch_size * device_count)
+    return rows * config.optimizer.gradient_accumulation_steps
 
 
 def _require(condition: bool, message: str) -> None:
@@ -284,15 +302,18 @@ def _check_blocks(config: Config, expert_shards: int) -> None:
         )
 
 
-def _check_batch(config: Config, device_count: int) -> None:
-    rows, factor = config.run.per_device_batch_size, config.schedule.micro_batches
+def _check_batch(config: Config, axes: dict[str, int]) -> None:
+    given, factor = config.run.per_device_batch_size, config.schedule.micro_batches
+    sharing, count = axes["context"], math.prod(axes.values())
+    rows = given * sharing  # parts of sequences that a device has
+    key = "per_device_batch_size" + (f" x context = {given:g} x {sharing}" if sharing > 1 else "")
     _require(
         float(rows).is_integer(),
-        f"per_device_batch_size must be whole: {rows:g} x {device_count} devices = "
-        f"{rows * device_count:g} sequences do not divide evenly over the devices",
+        f"{key} must be whole: {given:g} x {count} devices = {given * count:g} sequences do not "
+        f"divide evenly over the devices",
     )
     _require(
         int(rows) % factor == 0,
-        f"per_device_batch_size must be a multiple of batch_split_factor = {factor}, "
-        f"got {rows:g}; write per_device_batch_size={-(-int(rows) // factor) * factor}",
+        f"{key} must be a multiple of batch_split_factor = {factor}, got {rows:g}; "
+        f"write per_device_batch_size={-(-int(rows) // factor) * factor / sharing:g}",
     )

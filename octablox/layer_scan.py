@@ -9,7 +9,7 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from octablox.kernels import vary_like
+from octablox.kernels import uninitialized, vary_like
 from octablox.schedule import Layer, Turn, last_compute
 
 Tree = Any
@@ -99,10 +99,11 @@ class _Stack:
             done = [s(g) for s, g in self._scatters(shards, n, turns.weight_grads())]
             return (grads, travelled, later, self._put(total, done, n)), None
 
-        total = _zeros_like(shards)
+        # Each layer's part is written once it is known.
+        total = _uninitialized_like(shards)
         last = self._gathered(shards, self.length - 1) if self.ahead else None
-        later = self._zero_grads(last) if self.ahead else None
-        # The first turn scatters zeros as the last layer's gradient, which the second overwrites.
+        # The first turn scatters these as the last layer's gradient, which the second overwrites.
+        later = self._no_grads(last) if self.ahead else None
         (grads, _, later, total), _ = lax.scan(
             body, (grads, last, later, total), (jnp.arange(self.length), kept), reverse=True
         )
@@ -133,8 +134,8 @@ class _Stack:
     def _weights(self, travelled):
         return {k: v for group in travelled for k, v in self.layer.unpack(group).items()}
 
-    def _zero_grads(self, travelled):
-        return _zeros_like(split_by_gradient(self._weights(travelled))[0])
+    def _no_grads(self, travelled):
+        return _uninitialized_like(split_by_gradient(self._weights(travelled))[0])
 
     def _scatters(self, shards, n, weight_grads):
         """For each group, how its gradients become those of its shards, and the gradients."""
@@ -323,6 +324,10 @@ def _key(turn, of="residuals"):
 def _zeros_like(tree):
     """Zeros that vary over the mesh as the arrays of `tree` do."""
     return jax.tree.map(lambda a: vary_like((a,), jnp.zeros(a.shape, a.dtype)), tree)
+
+
+def _uninitialized_like(tree):
+    return jax.tree.map(lambda a: uninitialized(a.shape, a.dtype, (a,)), tree)
 
 
 def _add(a, b):

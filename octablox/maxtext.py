@@ -11,11 +11,12 @@ owners and are not listed here. Three tables:
 
 from octablox.errors import UserError
 
-_AXES = "octablox shards over data, fsdp and expert only"
+_AXES = "octablox shards over data, fsdp, expert and context only"
 _OTHER_AXES = (
-    *("sequence", "context", "context_usp_ulysses", "context_autoregressive", "tensor"),
+    *("sequence", "context_usp_ulysses", "context_autoregressive", "tensor"),
     *("tensor_sequence", "fsdp_transpose", "pipeline", "autoregressive", "diloco"),
 )
+_MESH = "ici_data_, ici_fsdp_, ici_expert_ and ici_context_parallelism"
 _YARN = "YaRN as DeepSeek publishes it; rope_factor says how far"
 
 # key -> (the values accepted, what octablox always does)
@@ -54,6 +55,14 @@ ALWAYS: dict[str, tuple[tuple[str, ...], str]] = {
     "lr_schedule_type": (("cosine",), "the schedule is a cosine"),
     "z_loss_multiplier": (("0",), "there is no z-loss"),
     "packing": (("true",), "documents are packed into rows"),
+    "context_parallel_strategy": (
+        ("all_gather",),
+        "latents of keys and values are gathered over axis context",
+    ),
+    "context_parallel_load_balance": (
+        ("false",),
+        "each device of axis context has one piece of a sequence",
+    ),
     "num_slices": (("-1",), "the devices know their slices; dcn_ keys lay axes over them"),
     **{
         f"{network}_{axis}_parallelism": (("1",), _AXES)
@@ -95,8 +104,8 @@ INSTEAD: dict[str, str] = {
     "wi_tile_*": _TILES,
     "wo_tile_*": _TILES,
     "sa_*": "leave it out: the length of the sequence chooses the blocks of attention=flash",
-    "custom_mesh*": "ici_data_parallelism, ici_fsdp_parallelism and ici_expert_parallelism",
-    "mesh_axes": "ici_data_parallelism, ici_fsdp_parallelism and ici_expert_parallelism",
+    "custom_mesh*": _MESH,
+    "mesh_axes": _MESH,
     "logical_axis_rules": "expert_sharding=expert or expert_sharding=width",
     "decoder_layer_input": "remat_policy=full, minimal, minimal_offloaded or none",
     "mlpw*": "remat_policy=full, minimal, minimal_offloaded or none",

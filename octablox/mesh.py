@@ -1,7 +1,8 @@
 """The device mesh, and the parameters on it.
 
 Axes, from slow to fast links: `data` (whole replicas), `fsdp` (parameters are cut, and gathered
-where they are used), `expert` (experts are cut, and stay). Each axis also cuts the batch.
+where they are used), `expert` (experts are cut, and stay), `context` (as `fsdp`). The batch is cut
+by all of them: its sequences by the first three, the tokens of a sequence by `context`.
 
 A weight is declared once, as a `ParamSpec`; its initial values, its shards, its gathering and
 the parameter counts are all derived from that.
@@ -21,10 +22,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from octablox.errors import UserError
 
-AXES = ("data", "fsdp", "expert")
-# Weights that all tokens use are cut over both; expert weights are cut over `fsdp` alone.
-ALL_SHARDS = ("fsdp", "expert")
-EXPERT_SHARDS = ("fsdp",)
+AXES = ("data", "fsdp", "expert", "context")
+ROW_AXES = ("data", "fsdp", "expert")  # that cut the rows of a batch
+# Weights that all tokens use are cut over all of them; expert weights not over `expert`, which
+# says whose experts they are.
+ALL_SHARDS = ("fsdp", "expert", "context")
+EXPERT_SHARDS = ("fsdp", "context")
 
 
 class MeshConfig(pydantic.BaseModel):
@@ -44,9 +47,13 @@ class MeshConfig(pydantic.BaseModel):
     ici_data_parallelism: int = pydantic.Field(1, description="devices of axis data")
     ici_fsdp_parallelism: int = pydantic.Field(-1, description="devices of axis fsdp; -1: the rest")
     ici_expert_parallelism: int = pydantic.Field(1, description="devices of axis expert")
+    ici_context_parallelism: int = pydantic.Field(
+        1, description="devices of axis context, which share a sequence"
+    )
     dcn_data_parallelism: int = pydantic.Field(-1, description="slices of axis data; -1: the rest")
     dcn_fsdp_parallelism: int = pydantic.Field(1, description="slices of axis fsdp")
     dcn_expert_parallelism: int = pydantic.Field(1, description="slices of axis expert")
+    dcn_context_parallelism: int = pydantic.Field(1, description="slices of axis context")
 
 
 def make_mesh(
@@ -57,12 +64,12 @@ def make_mesh(
     """An explicit-sharding mesh with the axes `AXES`.
 
     Args:
-      shape: devices of each axis.
+      shape: devices of each axis; one that is not named has one.
       devices: the platform's if None.
       slices: of each axis, how many slices it spans; None: one slice has all devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = tuple(shape[axis] for axis in AXES)
+    sizes = tuple(shape.get(axis, 1) for axis in AXES)
     grid = _grid(sizes, devices[: math.prod(sizes)], slices)
     return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
@@ -89,8 +96,8 @@ def slice_count(devices: Sequence[jax.Device]) -> int:
 
 
 def batch_partition(leading: int = 0) -> PartitionSpec:
-    """How a batch lies on the mesh: rows over all axes, after `leading` uncut dims."""
-    return PartitionSpec(*(None,) * leading, AXES)
+    """How a batch [B, S] lies on the mesh, after `leading` uncut dims."""
+    return PartitionSpec(*(None,) * leading, ROW_AXES, "context")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +175,8 @@ def check_divisible(specs, mesh: Mesh) -> None:
             if size % shards:
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
                 raise UserError(
-                    f"mesh: {name} has a dim of {size}, which {'×'.join(axes)} = {shards} devices "
+                    f"mesh: {name} has a dim of {size}, which "
+                    f"{'×'.join(axis for axis in axes if mesh.shape[axis] > 1)} = {shards} devices "
                     f"do not divide; choose a mesh or a size that fits"
                 )
 
@@ -245,6 +253,11 @@ def _gather_one(spec, shard, dtype):
     for name in reversed((names,) if isinstance(names, str) else names):
         shard = lax.all_gather(shard, name, axis=spec.gather_dim, tiled=True)
     return shard
+
+
+def sequence_axis() -> str | None:
+    """The mesh axis that cuts sequences, inside `shard_map`; None where they are whole."""
+    return "context" if lax.axis_size("context") > 1 else None
 
 
 def vary(x: jax.Array) -> jax.Array:

@@ -66,7 +66,7 @@ def make_report(resolved: Resolved, device_count: int) -> dict[str, Any]:
             "sequences": sequences,
             "tokens": tokens,
             "micro_batches": config.schedule.micro_batches,
-            "sequences_per_micro_batch_and_device": _rows(config),
+            "tokens_per_micro_batch_and_device": _tokens(config),
         },
         "parameters": parameters(config),
         "flops": {
@@ -78,9 +78,10 @@ def make_report(resolved: Resolved, device_count: int) -> dict[str, Any]:
     }
 
 
-def _rows(config: Config) -> int:
-    """Sequences of one micro-batch on one device."""
-    return int(config.run.per_device_batch_size) // config.schedule.micro_batches
+def _tokens(config: Config) -> int:
+    """Tokens of one micro-batch on one device."""
+    run = config.run
+    return round(run.per_device_batch_size * run.max_target_length) // config.schedule.micro_batches
 
 
 def parameters(config: Config) -> dict[str, int]:
@@ -245,7 +246,7 @@ def gemms(config: Config, axes: dict[str, int]) -> list[Gemm]:
     experts = moe.num_experts // ep if by_expert else moe.num_experts
     width = moe.base_moe_mlp_dim if by_expert else moe.base_moe_mlp_dim // ep
     # Dispatch gathers the tokens of all devices along the expert axis, a copy for each choice.
-    copies = _rows(config) * config.run.max_target_length * ep * moe.num_experts_per_tok
+    copies = _tokens(config) * ep * moe.num_experts_per_tok
     rows = buffer_rows(moe, copies, ep)
     busy = copies // ep if by_expert else copies
     names = {"gate_up": 2 * width} if moe.merge_gating_gmm else {"gate": width, "up": width}
@@ -329,8 +330,8 @@ def _print(report: dict[str, Any]) -> None:
     batch = report["batch"]
     console.print(
         f"[bold]batch[/]  {batch['sequences']:,} sequences, {batch['tokens']:,} tokens a step; "
-        f"{batch['micro_batches']} x {batch['sequences_per_micro_batch_and_device']} of them "
-        f"(micro-batches x sequences) on each device at a time\n"
+        f"on each device {batch['micro_batches']} micro-batches of "
+        f"{batch['tokens_per_micro_batch_and_device']:,} tokens\n"
     )
     console.print(_number_table("parameters", report["parameters"]))
     console.print(_flops_table(report["flops"]))

@@ -54,6 +54,11 @@ def test_the_recipe_has_the_ranges_of_the_run_and_trains(tmp_path, capsys):
             "calibrate: the recipe bf16 casts none of weight, act,",
         ),
         (
+            "",
+            "quantization=fp8_full fp8_health=false",
+            "calibrate reads a run's health: expected fp8_health=true, got false",
+        ),
+        (
             "--margn=2",
             "",
             "calibrate: unrecognized arguments: --margn=2; octablox cal",

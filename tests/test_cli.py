@@ -131,7 +131,7 @@ def test_show_says_what_a_run_would_be():
     done = run("show", *line, "quantization=fp8_full", "--json", env=env)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 2}
+    assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 2, "context": 1}
     assert report["config"]["num_experts"] == {"value": 8, "source": "preset tiny"}
     gemms = {(row["gemm"], row["product"]): row for row in report["gemms"]}
     gate_up = gemms["gate_up", "out"]

@@ -91,7 +91,7 @@ def test_show_shows_a_topology(capsys):
     keys = "model_name=deepseek2-16b", "compile_topology=tpu7x:2x2x2", "quantization=fp8_full"
     assert cli.main(["show", "--json", *keys, "ici_expert_parallelism=4"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 4}
+    assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 4, "context": 1}
     assert {gemm["backend"] for gemm in report["gemms"]} == {"pallas_tpu"}
 
 
@@ -254,7 +254,7 @@ def test_a_small_step_fits_and_overlaps(tmp_path):
     assert "step" in done.stdout
     report = json.loads(paths[0].read_text())
     assert report["fits"] and report["devices"] == 8 and report["devices_per_chip"] == 2
-    assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 2}
+    assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 2, "context": 1}
     memory = report["memory_bytes"]
     assert 0 < memory["state"] < memory["arguments"] < memory["peak"] < memory["available"]
     rows = report["collectives"]

@@ -140,6 +140,23 @@ DEVICE_REFUSALS = [
         "gmm_backend=ragged_dot needs all experts on each device, got an expert axis of 2",
     ),
     ("per_device_batch_size=1.5", "1.5 x 8 devices = 12 sequences do not divide evenly"),
+    (
+        "ici_context_parallelism=2 per_device_batch_size=0.75",
+        "per_device_batch_size x context = 0.75 x 2 must be whole: 0.75 x 8 devices = 6",
+    ),
+    (
+        "ici_context_parallelism=4 per_device_batch_size=0.25 use_batch_split_schedule=true",
+        "0.25 x 4 must be a multiple of batch_split_factor = 2, got 1; write "
+        "per_device_batch_size=0.5",
+    ),
+    (
+        "ici_context_parallelism=8 max_target_length=100",
+        "max_target_length must be a multiple of the context axis, 8, which shards sequences",
+    ),
+    (
+        "base_emb_dim=100 ici_context_parallelism=2",
+        "must be a multiple of fsdp x expert x context = 4 x 1 x 2 = 8, which shard it; got 100",
+    ),
 ]
 
 
@@ -155,14 +172,18 @@ def test_what_does_not_fit_the_devices_is_refused(line, text):
 
 def test_the_mesh_takes_what_is_left():
     settings = config.load(["ici_expert_parallelism=2"]).config
-    assert checks.resolve_mesh_shape(settings, 8) == {"data": 1, "fsdp": 4, "expert": 2}
+    shape = {"data": 1, "fsdp": 4, "expert": 2, "context": 1}
+    assert checks.resolve_mesh_shape(settings, 8) == shape
     fixed = config.load(["ici_data_parallelism=2", "ici_fsdp_parallelism=2"]).config
-    assert checks.resolve_mesh_shape(fixed, 4) == {"data": 2, "fsdp": 2, "expert": 1}
+    shape = {"data": 2, "fsdp": 2, "expert": 1, "context": 1}
+    assert checks.resolve_mesh_shape(fixed, 4) == shape
 
 
 def test_a_batch_is_counted_as_maxtext_counts_it():
     line = ["per_device_batch_size=2", "gradient_accumulation_steps=3", "model_name=tiny"]
     assert checks.global_batch_size(config.load(line).config, 8) == 48
+    half = ["per_device_batch_size=0.5", "ici_context_parallelism=2", "num_cpu_devices=8"]
+    assert checks.global_batch_size(config.load(half).config, 8) == 4
 
 
 def test_a_written_config_reads_back_and_differs_nowhere(tmp_path):
@@ -240,7 +261,7 @@ MAXTEXT = [
     ("scan_layers=false", "expected scan_layers=true, or nothing (layers run under a scan)"),
     ("use_qwix_quantization=false", "expected use_qwix_quantization=true"),
     ("ici_tensor_parallelism=2", "expected ici_tensor_parallelism=1"),
-    ("dcn_tensor_parallelism=4", "octablox shards over data, fsdp and expert only"),
+    ("dcn_tensor_parallelism=4", "octablox shards over data, fsdp, expert and context only"),
     ("num_slices=2", "the devices know their slices; dcn_ keys lay axes over them"),
     ("dataset_type=grain", "write dataset_type=text or dataset_type=jsonl"),
     ("grain_train_files=/data/*", "write dataset_type=text or dataset_type=jsonl"),

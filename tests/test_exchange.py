@@ -6,10 +6,13 @@ import jax
 import numpy as np
 import pytest
 import tiny_model
+from jax import lax
+from jax import numpy as jnp
 
 from octablox import fp8
 from octablox.fp8 import RECIPES
-from octablox.moe import all_to_all, overflow
+from octablox.mesh import AXES
+from octablox.moe import all_to_all, dispatch, overflow
 
 # Recipes whose activations have scales of single rows: these travel, and nothing is cast twice.
 BY_ROW = "fp8_full", "fp8_blockwise", "mxfp8", "int8"
@@ -41,11 +44,18 @@ def distance(a, b):
 def test_rows_in_the_recipes_own_cast_change_nothing(recipe):
     """Loss and gradients to the bit: each token is cast as its rows would have been."""
     assert fp8.wire_cast(RECIPES[recipe]) == RECIPES[recipe].act
-    with_it, without = run(recipe, fp8_dispatch=True), run(recipe)
+    with_it, without = run(recipe, fp8_dispatch=True, fp8_health=True), run(recipe)
     assert tiny_model.differing(with_it[:2], without[:2]) == []
     counted = [result[2]["moe_layers"]["health"] for result in (with_it, without)]
     # The act casts of tokens are counted once for each token, not once for each of its copies.
     assert 0 < counted[0][0, 0, 1, 2] < counted[1][0, 0, 1, 2]
+
+
+def test_what_is_not_counted_changes_nothing():
+    counted, quiet = (run("fp8_full", fp8_dispatch=True, fp8_health=h) for h in (True, False))
+    assert tiny_model.differing(counted[:2], quiet[:2]) == []
+    assert counted[2]["moe_layers"]["health"].any()
+    assert not quiet[2]["moe_layers"]["health"].any()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +125,7 @@ def test_slots_of_an_all_to_all():
         return arrived, spread, way.collect(spread), way.order.group_sizes, way.received
 
     mesh = tiny_model.mesh(1, 1, devices)
-    spec = jax.P(("data", "fsdp", "expert"))
+    spec = jax.P(AXES)
     given = jax.device_put((chosen, x), jax.NamedSharding(mesh, spec))
     run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
     arrived, spread, back, sizes, received = (np.asarray(a) for a in run(*given))
@@ -170,3 +180,42 @@ def test_rows_of_a_buffer():
     assert overflow.buffer_rows(unbounded, 262144, 16) == 262144
     width = tiny_model.config(ragged_buffer_factor=1.25, expert_sharding="width").moe
     assert overflow.buffer_rows(width, 262144, 16) == 262144
+
+
+@pytest.mark.parametrize("ring", [True, False], ids=["ring", "all_to_all"])
+def test_nothing_reads_what_memory_held_before(ring, monkeypatch):
+    """With NaN in all memory that is not filled, and in slots that stay empty: to the bit equal."""
+    sizes = tiny_model.config(
+        quantization="fp8_full",
+        max_target_length=8,
+        per_device_batch_size=4,
+        use_batch_split_schedule=True,
+        use_ring_of_experts=ring,
+        ragged_buffer_factor=0.75,
+        fp8_dispatch=True,
+        fp8_dispatch_grad=True,
+    )
+    mesh, params = tiny_model.mesh(1, 2, 4), tiny_model.params(sizes)
+    arguments = sizes, mesh, params, tiny_model.batch(32, length=8)
+    monkeypatch.setattr(dispatch, "COMBINE_CHUNK", 16)
+    monkeypatch.setattr(overflow, "ROW_MULTIPLE", 8)
+    clean = tiny_model.gradients(*arguments, **tiny_model.QUICK)
+    assert clean[2]["moe_layers"]["overflow"].any()
+
+    filled = []
+
+    def garbage(shape, dtype):
+        filled.append(shape)
+        return jnp.full(shape, jnp.nan, dtype)
+
+    def with_garbage(x, received, swap=all_to_all._swap_all):
+        slots = swap(x, received).reshape(received.shape[0], -1, *x.shape[1:])
+        empty = lax.iota(jnp.int32, slots.shape[1]) >= received[:, None]
+        empty = empty.reshape(*empty.shape, *(1,) * (x.ndim - 1))
+        return jnp.where(empty, jnp.array(jnp.nan, x.dtype), slots).reshape(x.shape)
+
+    monkeypatch.setattr(lax, "empty", garbage)
+    monkeypatch.setattr(all_to_all, "_swap_all", with_garbage)
+    dirty = tiny_model.gradients(*arguments, **tiny_model.QUICK)
+    assert len(filled) > 10 and (16, 64) not in filled
+    assert tiny_model.differing(clean, dirty) == []

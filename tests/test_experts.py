@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from octablox import fp8
 from octablox.fp8 import BF16, RECIPES, QArray
 from octablox.health import COUNTS
-from octablox.mesh import AXES, map_specs, shardings
+from octablox.mesh import AXES, EXPERT_SHARDS, map_specs, shardings
 from octablox.moe import experts
 from octablox.moe.config import MoeConfig
 from octablox.moe.dispatch import combine, dispatch, sort_copies, weights_of_rows
@@ -292,9 +292,9 @@ def test_health_counts_activations_and_gradients():
 
 def test_specs_cut_width_within_gate_and_within_up():
     by_width = experts.specs(config("width"), D)
-    assert by_width["gate_up"].partition == (None, ("fsdp",), None, "expert")
-    assert by_width["down"].partition == (None, "expert", ("fsdp",))
+    assert by_width["gate_up"].partition == (None, EXPERT_SHARDS, None, "expert")
+    assert by_width["down"].partition == (None, "expert", EXPERT_SHARDS)
     by_expert = experts.specs(config(), D)
-    assert by_expert["gate_up"].partition == ("expert", ("fsdp",), None, None)
-    assert by_expert["down"].partition == ("expert", None, ("fsdp",))
+    assert by_expert["gate_up"].partition == ("expert", EXPERT_SHARDS, None, None)
+    assert by_expert["down"].partition == ("expert", None, EXPERT_SHARDS)
     assert (by_expert["gate_up"].fan_in, by_expert["down"].fan_in) == (D, F)

@@ -29,25 +29,30 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_equals_attention_in_chunks():
+@pytest.mark.parametrize("parts", [1, 2])
+def test_equals_attention_in_chunks(parts):
     """Outputs and all gradients, with two documents and padding in a row."""
     ids = np.ones((B, S), np.int32)
     ids[0, 100:200], ids[0, 200:] = 2, 0
     dout = jnp.asarray(np.random.default_rng(1).normal(size=(B, S, H, V)), jnp.float32)
 
-    def fused(a):
-        names = "q_nope", "q_rope", "k_nope", "k_rope", "v"
-        return attention._fused(*(a[name] for name in names), jnp.asarray(ids), 0.3)
+    def fused(a, parts):
+        """Each part of the queries by itself, as the devices of axis context have them."""
+        mix = jax.jit(attention._fused, static_argnums=6)
+        q_nope, q_rope = (jnp.split(a[name], parts, axis=1) for name in ("q_nope", "q_rope"))
+        keys = a["k_nope"], a["k_rope"], a["v"], jnp.asarray(ids)
+        mixed = [mix(q_nope[n], q_rope[n], *keys, 0.3, n) for n in range(parts)]
+        return jnp.concatenate(mixed, axis=1)
 
     def chunked(a):
         keys = a["k_nope"], a["k_rope"], a["v"], jnp.asarray(ids)
-        return attention._mix(keys, 0.3, (a["q_nope"], a["q_rope"], jnp.asarray(ids)), 0)
+        return attention._mix(keys, 0.3, (a["q_nope"], a["q_rope"]), 0)
 
     def run(function):
         out, vjp = jax.vjp(function, operands(jnp.float32))
         return {"out": out, **vjp(dout)[0]}
 
-    got, expected = jax.jit(lambda: (run(fused), run(chunked)))()
+    got, expected = jax.jit(lambda: (run(lambda a: fused(a, parts)), run(chunked)))()
     for name, want in expected.items():
         error = np.linalg.norm(got[name] - want) / np.linalg.norm(want)
         assert error < 2e-6, (name, error)

@@ -165,6 +165,8 @@ SMOKE = {
     "accumulation": "gradient_accumulation_steps=2 dtype=float32 quantization=int8",
     "width": "expert_sharding=width ici_expert_parallelism=4 weight_dtype=bfloat16 "
     "quantization=fp8_tensorwise merge_gating_gmm=false",
+    "long sequences": "ici_context_parallelism=4 ici_expert_parallelism=2 quantization=fp8_full "
+    "fp8_health=false per_device_batch_size=1",
 }
 SLOW_SMOKE = {
     "no experts": "first_num_dense_layers=1 quantization=fp8_full",
@@ -194,9 +196,12 @@ def test_options_train(line, tmp_path):
     accumulated = 2 if "gradient_accumulation_steps=2" in line else 1
     split = 2 if "per_device_batch_size=2" in line else 1
     tokens = 8 * 16 * accumulated * split
-    assert 0.8 * tokens < rows(tmp_path, "train")[0]["tokens"] <= tokens
+    logged = rows(tmp_path, "train")[0]
+    assert 0.8 * tokens < logged["tokens"] <= tokens
+    health = "quantization" in line and "fp8_health=false" not in line
+    assert bool(rows(tmp_path, "health")) == health == bool(HEALTH_KEYS & logged.keys())
     if "mtp_num_layers=1" in line:
-        assert rows(tmp_path, "train")[0]["mtp_loss"] > 1
+        assert logged["mtp_loss"] > 1
 
 
 def test_a_run_without_a_name_gets_one(tmp_path, monkeypatch, capsys):

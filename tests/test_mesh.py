@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from octablox.errors import UserError
 from octablox.mesh import (
+    ALL_SHARDS,
     AXES,
     ParamSpec,
     batch_partition,
@@ -157,23 +158,26 @@ def test_a_mesh_that_does_not_divide_names_the_parameter():
 
 def test_axes_lie_from_slow_to_fast_links():
     on = mesh(2, 2, 2)
-    assert on.axis_names == ("data", "fsdp", "expert") == AXES
+    assert on.axis_names == ("data", "fsdp", "expert", "context") == AXES
     ids = [device.id for device in on.devices.ravel()]
     assert ids == [device.id for device in jax.devices()]
 
 
 def test_a_batch_is_cut_over_every_axis_in_order():
-    on = mesh(2, 2, 2)
-    rows = jax.device_put(np.arange(16), jax.NamedSharding(on, batch_partition()))
-    found = {shard.device.id: np.asarray(shard.data).tolist() for shard in rows.addressable_shards}
-    assert found == {n: [2 * n, 2 * n + 1] for n in range(8)}
-    assert batch_partition(leading=1) == P(None, AXES)
+    """Rows over the first three, the tokens of a row over the last."""
+    on = make_mesh({"fsdp": 2, "expert": 2, "context": 2})
+    batch = np.arange(8 * 6).reshape(8, 6)
+    placed = jax.device_put(batch, jax.NamedSharding(on, batch_partition()))
+    for shard in placed.addressable_shards:
+        row, column = 2 * (shard.device.id // 2), 3 * (shard.device.id % 2)
+        np.testing.assert_array_equal(shard.data, batch[row : row + 2, column : column + 3])
+    assert batch_partition(leading=1) == P(None, ("data", "fsdp", "expert"), "context")
 
 
 def test_specs_count_and_stack():
     assert count(SPECS) == 2 * 64 * 48 + 3 * 64 * 32 + 8 * 16 * 24 + 64 + 8
     stacked = SPECS["a"].stacked(5)
-    assert stacked.shape == (5, 64, 48) and stacked.partition == (None, ("fsdp", "expert"), None)
+    assert stacked.shape == (5, 64, 48) and stacked.partition == (None, ALL_SHARDS, None)
     assert stacked.gather_dim == 0 and stacked.fan_in == 64
     placed = shardings(SPECS, mesh(1, 2, 4))["experts"]
     assert placed.shard_shape((8, 16, 2, 12)) == (2, 8, 2, 12)

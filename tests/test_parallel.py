@@ -115,7 +115,7 @@ def test_two_steps_give_the_same_state(recipe, layers):
 
 @dataclasses.dataclass(frozen=True)
 class On:
-    """What runs on eight devices: `data` of them, fsdp, and an expert axis of `ways`."""
+    """What runs on eight devices: axes data, expert (`ways`) and context, and fsdp has the rest."""
 
     recipe: str
     sharding: str
@@ -125,12 +125,13 @@ class On:
     ring: bool = True
     fp8_dispatch: bool = False
     whole_experts: bool = False
+    context: int = 1
 
     def __str__(self):
         dispatch = ("ring" if self.ring else "all-to-all") + "-fp8" * self.fp8_dispatch
         gating = "merged" if self.merged else "apart"
-        whole = "-whole" * self.whole_experts
-        return f"{self.recipe}-{self.sharding}-{self.data}-{self.ways}-{gating}-{dispatch}{whole}"
+        rest = "-whole" * self.whole_experts + f"-context{self.context}" * (self.context > 1)
+        return f"{self.recipe}-{self.sharding}-{self.data}-{self.ways}-{gating}-{dispatch}{rest}"
 
     def exists(self):
         """Whether octablox takes it; else it says what to write instead."""
@@ -153,10 +154,18 @@ DEFAULT_MESHES = [
     On("mxfp8", "expert", 1, 4, fp8_dispatch=True),
     On("int8", "width", 2, 1),
     On("fp8_full", "expert", 1, 2, whole_experts=True),
+    On("fp8_full", "expert", 1, 2, ring=False, fp8_dispatch=True, context=2),
 ]
 WHOLE_EXPERTS = [
     On(recipe, sharding, 1, ways, whole_experts=True)
     for recipe, sharding, ways in itertools.product(RECIPES, SHARDINGS, (1, 4))
+]
+CONTEXTS = [
+    On(recipe, sharding, data, ways, whole_experts=whole, context=context)
+    for recipe, sharding, whole, (data, ways, context) in itertools.product(
+        RECIPES, SHARDINGS, (True, False), ((1, 1, 8), (1, 2, 4), (2, 2, 2))
+    )
+    if not (sharding == "width" and recipe == "fp8_blockwise" and 512 // ways < 128)
 ]
 WAYS = list(itertools.product(RECIPES, SHARDINGS, (1, 2), (1, 2, 4, 8)))
 EVERY_MESH = [
@@ -227,7 +236,10 @@ def distance(got, expected):
     "case",
     [
         *DEFAULT_MESHES,
-        *(pytest.param(case, marks=pytest.mark.slow) for case in (*EVERY_MESH, *WHOLE_EXPERTS)),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (*EVERY_MESH, *WHOLE_EXPERTS, *CONTEXTS)
+        ),
     ],
     ids=str,
 )
@@ -238,7 +250,8 @@ def test_a_mesh_equals_one_device(case):
     of two and their values were cast before, cutting them anew rounds only what it flushes.
     """
     recipe = RECIPES[case.recipe]
-    mesh = tiny_model.mesh(case.data, 8 // case.data // case.ways, case.ways)
+    fsdp = 8 // (case.data * case.ways * case.context)
+    mesh = tiny_model.mesh(case.data, fsdp, case.ways, case.context)
     got = tiny_model.gradients(one_layer(case, 2), mesh, params(), BATCH, **tiny_model.QUICK)
     # Where these change no number, one reference serves both.
     merged = case.merged or recipe.dlhs_grad is None or recipe.dlhs_grad.tile[1] is not None
@@ -259,20 +272,28 @@ def test_a_mesh_equals_one_device(case):
 
 
 @functools.cache
-def every_kind_of_layer(**settings):
-    """Gradients of a bf16 model with dense, MoE and MTP layers; on eight devices or on one."""
+def every_kind_of_layer(axes, **settings):
+    """Gradients of a bf16 model with dense, MoE and MTP layers; on a mesh or on one device."""
     sizes = EVERYTHING | {"gradient_accumulation_steps": 1}
     sizes = config("bf16", per_device_batch_size=2 if settings else 16, **sizes, **settings)
-    mesh = tiny_model.mesh(data=2, fsdp=2, expert=2) if settings else tiny_model.mesh()
+    mesh = tiny_model.mesh(*axes)
     params, batch = tiny_model.params(sizes), tiny_model.batch(16, length=8)
     return tiny_model.gradients(sizes, mesh, params, batch, **tiny_model.QUICK), batch
 
 
-@pytest.mark.parametrize("sharding", ["expert", pytest.param("width", marks=pytest.mark.slow)])
-def test_every_kind_of_layer_in_micro_batches_equals_one_device(sharding):
+@pytest.mark.parametrize(
+    ("axes", "sharding"),
+    [
+        ((2, 2, 2, 1), "expert"),
+        ((1, 2, 1, 4), "width"),
+        pytest.param((2, 2, 2, 1), "width", marks=pytest.mark.slow),
+        pytest.param((1, 1, 4, 2), "expert", marks=pytest.mark.slow),
+    ],
+)
+def test_every_kind_of_layer_in_micro_batches_equals_one_device(axes, sharding):
     """Under bf16 micro-batches change nothing but the order of sums."""
-    got, batch = every_kind_of_layer(use_batch_split_schedule=True, expert_sharding=sharding)
-    expected, _ = every_kind_of_layer()
+    got, batch = every_kind_of_layer(axes, use_batch_split_schedule=True, expert_sharding=sharding)
+    expected, _ = every_kind_of_layer((1, 1, 1, 1))
     assert distance(got, expected) <= 1e-5
     for name in ("loss", "mtp_loss", "total"):
         assert got[0][name] == pytest.approx(expected[0][name], rel=2e-6)

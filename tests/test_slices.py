@@ -33,9 +33,9 @@ def load(line):
 def test_axes_within_and_between_slices(line, slices, shape, between):
     settings = load(line)
     found = checks.resolve_mesh_shape(settings, 16, slices)
-    assert tuple(found[axis] for axis in mesh.AXES) == shape
+    assert tuple(found[axis] for axis in mesh.ROW_AXES) == shape
     found = checks.resolve_slices(settings, slices)
-    assert tuple(found[axis] for axis in mesh.AXES) == between
+    assert tuple(found[axis] for axis in mesh.ROW_AXES) == between
 
 
 @pytest.mark.parametrize(
@@ -105,15 +105,15 @@ def test_cpus_are_one_slice():
 def test_devices_of_a_slice_stay_together():
     devices = pod(2)
     between = {"data": 2, "fsdp": 1, "expert": 1}
-    grid = mesh._grid((2, 4, 2), devices, between)
-    assert grid.shape == (2, 4, 2)
+    grid = mesh._grid((2, 4, 2, 1), devices, between)
+    assert grid.shape == (2, 4, 2, 1)
     assert sorted(device.id for device in grid.flat) == [device.id for device in devices]
     for number in range(2):
         assert {device.slice_index for device in grid[number].flat} == {number}
 
 
 def test_devices_along_the_last_axis_are_neighbours():
-    grid = mesh._grid((1, 4, 2), pod(1), None)
+    grid = mesh._grid((1, 4, 2, 1), pod(1), None)
     assert sorted(device.id for device in grid.flat) == [device.id for device in pod(1)]
-    for pair in grid[0]:
+    for pair in grid[0, :, :, 0]:
         assert pair[0].coords == pair[1].coords

@@ -1,6 +1,7 @@
 """A tiny DeepSeek-V3 on a mesh: its config, a packed batch, its loss and its gradients."""
 
 import functools
+import math
 
 import jax
 import numpy as np
@@ -41,9 +42,9 @@ def _text(value):
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def mesh(data=1, fsdp=1, expert=1):
-    shape = {"data": data, "fsdp": fsdp, "expert": expert}
-    return make_mesh(shape, jax.devices()[: data * fsdp * expert])
+def mesh(data=1, fsdp=1, expert=1, context=1):
+    shape = {"data": data, "fsdp": fsdp, "expert": expert, "context": context}
+    return make_mesh(shape, jax.devices()[: math.prod(shape.values())])
 
 
 def batch(rows, length=16, vocab=64, seed=0):

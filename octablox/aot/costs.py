@@ -106,12 +106,15 @@ class Costs:
         return {"bf16": float(declared or 0)}
 
     def _attention_flops(self, computation, instruction, of_keys, of_values) -> float:
-        """Blocks on the diagonal count whole, blocks above it are not computed."""
+        """Blocks on the diagonal count whole, blocks above it are not computed.
+
+        Of a part of a sequence it is the last one, which sees most and is waited for.
+        """
         operands = [b for o in computation.operands(instruction) for b in o.buffers]
         heads = [b.dims for b in operands if len(b.dims) >= 3 and b.dtype in ("bf16", "f32")]
-        queries, _, values = heads[:3]
-        sequence, widths = queries[-2], of_keys * queries[-1] + of_values * values[-1]
-        seen = sequence * (sequence + min(_ATTENTION_BLOCK, sequence)) / 2
+        queries, keys, values = heads[:3]
+        rows, widths = queries[-2], of_keys * queries[-1] + of_values * values[-1]
+        seen = rows * (keys[-2] - rows + (rows + min(_ATTENTION_BLOCK, rows)) / 2)
         return 2.0 * math.prod(queries[:-2]) * seen * widths
 
     def share_of_peak(self, instruction: Instruction) -> float:

@@ -5,9 +5,25 @@ from types import ModuleType
 import jax
 
 from octablox.kernels import pallas_tpu, pallas_tpu_interpret, ragged_dot, xla
-from octablox.kernels.contract import Product, Scaled, Unsupported, group_bounds, vary_like
+from octablox.kernels.contract import (
+    Product,
+    Scaled,
+    Unsupported,
+    group_bounds,
+    uninitialized,
+    vary_like,
+)
 
-__all__ = ["BACKENDS", "Product", "Scaled", "Unsupported", "group_bounds", "run", "vary_like"]
+__all__ = [
+    "BACKENDS",
+    "Product",
+    "Scaled",
+    "Unsupported",
+    "group_bounds",
+    "run",
+    "uninitialized",
+    "vary_like",
+]
 
 # In order of preference of `auto`; the interpreter comes after one that refuses nothing.
 BACKENDS: dict[str, ModuleType] = {

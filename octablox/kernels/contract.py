@@ -99,3 +99,14 @@ def vary_like(arrays: tuple[jax.Array, ...], value: jax.Array) -> jax.Array:
     """`value` marked as varying over every axis over which one of `arrays` does."""
     missing = manual_axes(*arrays) - manual_axes(value)
     return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
+
+
+def uninitialized(
+    shape: tuple[int, ...], dtype: jax.typing.DTypeLike, arrays: tuple[jax.Array, ...]
+) -> jax.Array:
+    """An array to be written over, which varies as `vary_like` says.
+
+    It holds zeros on CPU, and on TPU and GPU whatever its memory held before: filling it would cost
+    a pass over it.
+    """
+    return vary_like(arrays, lax.empty(shape, dtype))

@@ -53,18 +53,21 @@ def specs(config: ModelConfig) -> dict[str, ParamSpec]:
 def attend(
     weights: dict[str, jax.Array],
     rotation: tuple[Float[Array, "B S _"], Float[Array, "B S _"]],
-    segment_ids: Int[Array, "B S"],
+    segment_ids: Int[Array, "B W"],
     x: Float[Array, "B S D"],
     config: ModelConfig,
+    axis: str | None = None,
 ) -> Float[Array, "B S D"]:
     """One attention block without its residual connection.
 
     Args:
       weights: as `specs`, gathered.
       rotation: cos and sin, see `rotary_angles`.
-      segment_ids: int32 [B, S]; a token sees earlier tokens of its own segment.
+      segment_ids: int32 [B, S] of whole sequences; a token sees earlier tokens of its own segment.
       x: [B, S, D].
       config: sizes.
+      axis: inside `shard_map`, the mesh axis that cuts the sequences of `rotation` and `x`, if one
+        does. What it gathers is the latent of keys and values, a fraction of these.
 
     Returns:
       [B, S, D] in x's dtype.
@@ -79,15 +82,20 @@ def attend(
         q = x @ weights["q"]
     q_nope, q_rope = jnp.split(split_heads(q), [nope], axis=-1)
     latent, k_rope = jnp.split(x @ weights["kv_a"], [config.kv_lora_rank], axis=-1)
-    kv = split_heads(rms_norm(latent, weights["kv_norm"], LATENT_EPSILON) @ weights["kv_b"])
-    k_nope, v = jnp.split(kv, [nope], axis=-1)
+    latent = rms_norm(latent, weights["kv_norm"], LATENT_EPSILON)
     q_rope, k_rope = rotate(q_rope, *rotation), rotate(k_rope[:, :, None, :], *rotation)[:, :, 0]
+    part = lax.axis_index(axis) if axis else 0
+    if axis:
+        both = jnp.concatenate([latent, k_rope], axis=-1)
+        both = lax.all_gather(both, axis, axis=1, tiled=True)
+        latent, k_rope = jnp.split(both, [config.kv_lora_rank], axis=-1)
+    k_nope, v = jnp.split(split_heads(latent @ weights["kv_b"]), [nope], axis=-1)
     scale = softmax_scale(config)
     if _is_fused(config, x.shape[1]):
-        mixed = _fused(q_nope, q_rope, k_nope, k_rope, v, segment_ids, scale)
+        mixed = _fused(q_nope, q_rope, k_nope, k_rope, v, segment_ids, scale, part)
     else:
         mix = functools.partial(_mix, (k_nope, k_rope, v, segment_ids), scale)
-        mixed = _in_query_chunks(mix, (q_nope, q_rope, segment_ids))
+        mixed = _in_query_chunks(mix, (q_nope, q_rope), part * x.shape[1])
     return mixed.reshape(*x.shape[:-1], -1) @ weights["out"]
 
 
@@ -96,50 +104,51 @@ def _is_fused(config, sequence):
     if config.attention == "flash" and not runs:
         raise UserError(
             f"attention=flash: expected a TPU and max_target_length a multiple of "
-            f"{flash_attention.BLOCKS[-1]}, got {jax.devices()[0].platform} and {sequence} tokens; "
-            f"write attention=autoselected"
+            f"{flash_attention.BLOCKS[-1]} on each device of axis context, got "
+            f"{jax.devices()[0].platform} and {sequence} tokens; write attention=autoselected"
         )
     return runs and config.attention != "dot_product"
 
 
-def _fused(q_nope, q_rope, k_nope, k_rope, v, segment_ids, scale):
-    """The same as `_mix` of all queries, by the kernel, which knows one part of a head."""
+def _fused(q_nope, q_rope, k_nope, k_rope, v, segment_ids, scale, part):
+    """The same as `_mix` of that part's queries, by the kernel, which knows one part of a head."""
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     shared = jnp.broadcast_to(k_rope[:, :, None, :], (*k_nope.shape[:3], k_rope.shape[-1]))
     k = jnp.concatenate([k_nope, shared], axis=-1)
     q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))  # [B, H, S, _]
-    return jnp.swapaxes(flash_attention.flash_attention(q, k, v, segment_ids), 1, 2)
+    return jnp.swapaxes(flash_attention.flash_attention(q, k, v, segment_ids, part), 1, 2)
 
 
 def _mix(keys, scale, queries, first):
     """What each query sees, mixed: [B, Q, H, V], for queries `first` to `first` + Q."""
-    (q_nope, q_rope, q_segment), (k_nope, k_rope, v, k_segment) = queries, keys
+    (q_nope, q_rope), (k_nope, k_rope, v, segments) = queries, keys
     scores = jnp.einsum("bqhd,bkhd->bhqk", q_nope, k_nope, preferred_element_type=jnp.float32)
     scores += jnp.einsum("bqhd,bkd->bhqk", q_rope, k_rope, preferred_element_type=jnp.float32)
     shape = (1, 1, q_nope.shape[1], k_nope.shape[1])
     query, key = (lax.broadcasted_iota(jnp.int32, shape, dim) for dim in (2, 3))
     # Same segment, not later. A token always sees itself.
-    visible = q_segment[:, None, :, None] == k_segment[:, None, None, :]
+    of_queries = lax.dynamic_slice_in_dim(segments, first, q_nope.shape[1], axis=1)
+    visible = of_queries[:, None, :, None] == segments[:, None, None, :]
     visible &= key <= query + first
     scores = jnp.where(visible, scores * scale, -1e30)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", probabilities, v)
 
 
-def _in_query_chunks(mix, queries):
+def _in_query_chunks(mix, queries, first):
     """`mix` of all queries [B, S, ...], a chunk of S at a time, each again in the backward pass."""
     sequence = queries[0].shape[1]
     if sequence <= QUERY_CHUNK or sequence % QUERY_CHUNK:
-        return mix(queries, 0)
+        return mix(queries, first)
     chunks = sequence // QUERY_CHUNK
 
     def cut(a):
         return jnp.moveaxis(a.reshape(a.shape[0], chunks, QUERY_CHUNK, *a.shape[2:]), 1, 0)
 
-    first = jnp.arange(chunks, dtype=jnp.int32) * QUERY_CHUNK
+    firsts = first + jnp.arange(chunks, dtype=jnp.int32) * QUERY_CHUNK
     one_chunk = jax.checkpoint(lambda chunk: mix(*chunk))
-    mixed = jnp.moveaxis(lax.map(one_chunk, (jax.tree.map(cut, queries), first)), 0, 1)
+    mixed = jnp.moveaxis(lax.map(one_chunk, (jax.tree.map(cut, queries), firsts)), 0, 1)
     return mixed.reshape(mixed.shape[0], sequence, *mixed.shape[3:])
 
 

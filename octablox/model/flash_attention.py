@@ -1,11 +1,13 @@
 """Fused attention on TPU, by JAX's splash attention kernel: scores never reach HBM.
 
-Shapes: B sequences, H heads, S tokens, K a head's query and key width, V its value width.
+Shapes: B sequences of W tokens, of which this device has the queries of S; H heads, K the width of
+a head's query and key, V that of its value.
 """
 
 import functools
 
 import jax
+from jax import lax
 
 # The public names check no device-varying types: outputs would have to name the axes they vary
 # over. Its kernels are called with that check off, and their outputs are typed here.
@@ -28,61 +30,86 @@ def runs_on_target(sequence: int) -> bool:
     return chip() is not None and sequence % BLOCKS[-1] == 0
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def flash_attention(
     q: Float[Array, "B H S K"],
-    k: Float[Array, "B H S K"],
-    v: Float[Array, "B H S V"],
-    segment_ids: Int[Array, "B S"],
+    k: Float[Array, "B H W K"],
+    v: Float[Array, "B H W V"],
+    segment_ids: Int[Array, "B W"],
+    part: Int[Array, ""] | int = 0,
     interpret: bool = False,
 ) -> Float[Array, "B H S V"]:
     """Causal attention within segments; products in float32.
 
     Args:
-      q: scaled queries.
+      q: scaled queries, of tokens part*S to (part+1)*S of W.
       k: keys of each head.
       v: values of each head.
       segment_ids: int32; a token sees its own segment's tokens up to itself.
+      part: which part of the sequence the queries are; traced, where it depends on the device.
       interpret: run anywhere, slowly.
     """
-    return _forward(q, k, v, segment_ids, interpret)[0]
+    return _forward(q, k, v, segment_ids, part, interpret)[0]
 
 
-def _forward(q, k, v, segment_ids, interpret):
-    kernel = _kernel(*q.shape[1:3], interpret)
+def _forward(q, k, v, segment_ids, part, interpret):
+    kernel = _kernel(q.shape[1], q.shape[2], k.shape[2], interpret)
     settings = {**kernel.kwargs, "save_residuals": True}
+    arrays = q, k, v, _ids_of_part(segment_ids, part, q.shape[2]), segment_ids
 
-    def one(q, k, v, ids):
-        ids = splash.SegmentIds(ids, ids)
+    def one(q, k, v, q_ids, ids):
         return splash._splash_attention_forward(
-            kernel.fwd_mask_info, q, k, v, ids, None, **settings
+            _of_part(kernel.fwd_mask_info, part, k.shape[1] // q.shape[1]),
+            *(q, k, v, splash.SegmentIds(q_ids, ids), None),
+            **settings,
         )
 
-    arrays = q, k, v, segment_ids
     with _check_vma(False):
         out, (logsumexp,) = jax.vmap(one)(*arrays)
     out, logsumexp = vary_like(arrays, out), vary_like(arrays, logsumexp)
-    return out, (*arrays, out, logsumexp)
+    return out, (*arrays, part, out, logsumexp)
 
 
 def _backward(interpret, residuals, dout):
-    kernel = _kernel(*residuals[0].shape[1:3], interpret)
+    *residuals, part, out, logsumexp = residuals
+    (heads, queries), keys = residuals[0].shape[1:3], residuals[1].shape[2]
+    kernel = _kernel(heads, queries, keys, interpret)
+    infos = kernel.dq_mask_info, kernel.dkv_mask_info
+    infos = [_of_part(info, part, keys // queries) for info in infos]
 
-    def one(q, k, v, ids, out, logsumexp, dout):
-        ids = splash.SegmentIds(ids, ids)
-        saved = q, k, v, ids, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info
+    def one(q, k, v, q_ids, ids, out, logsumexp, dout):
+        saved = q, k, v, splash.SegmentIds(q_ids, ids), None, out, logsumexp, *infos
         return splash._splash_attention_bwd(res=saved, do=dout, **kernel.kwargs)[3:6]
 
+    arrays = *residuals, out, logsumexp, dout
     with _check_vma(False):
-        grads = jax.vmap(one)(*residuals, dout)
-    return *(vary_like((*residuals, dout), grad) for grad in grads), None
+        grads = jax.vmap(one)(*arrays)
+    return *(vary_like(arrays, grad) for grad in grads), None, None
 
 
 flash_attention.defvjp(_forward, _backward)
 
 
-def _kernel(heads, sequence, interpret):
-    block = next(block for block in BLOCKS if sequence % block == 0)
+def _ids_of_part(segment_ids, part, size):
+    return lax.dynamic_slice_in_dim(segment_ids, part * size, size, axis=1)
+
+
+def _of_part(info, part, parts):
+    """Of what the kernel knows of a mask, what concerns the queries of one part."""
+    if parts == 1:
+        return info
+
+    def cut(dim, a):
+        size = a.shape[dim] // parts
+        return lax.dynamic_slice_in_dim(a, part * size, size, dim)
+
+    dims = {"data_next": 1, "mask_next": 1, "block_mask": 1, "q_sequence": 0}
+    known = {name: dim for name, dim in dims.items() if getattr(info, name) is not None}
+    return info._replace(**{name: cut(dim, getattr(info, name)) for name, dim in known.items()})
+
+
+def _kernel(heads, queries, keys, interpret):
+    block = next(block for block in BLOCKS if queries % block == 0)
     computed = min(block, COMPUTED_KEYS)
     sizes = splash.BlockSizes(
         block_q=block,
@@ -94,5 +121,11 @@ def _kernel(heads, sequence, interpret):
         block_q_dq=block,
         block_kv_dq=block,
     )
-    causal = masks.MultiHeadMask([masks.CausalMask((sequence, sequence))] * heads)
-    return splash.make_splash_mha_single_device(causal, block_sizes=sizes, interpret=interpret)
+    causal = masks.MultiHeadMask([masks.CausalMask((keys, keys))] * heads)
+    return splash.make_splash_mha(
+        causal,
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=keys // queries,
+        interpret=interpret,
+    )

@@ -21,14 +21,14 @@ from jaxtyping import Array, Float
 from octablox import fp8
 from octablox.fp8 import Quantized, Recipe
 from octablox.layer_scan import merge_by_gradient, split_by_gradient
-from octablox.mesh import ParamSpec, gather, norm_weight, vary, weight
+from octablox.mesh import ParamSpec, gather, norm_weight, sequence_axis, vary, weight
 from octablox.model import attention
 from octablox.model.attention import rms_norm
 from octablox.model.config import ModelConfig
 from octablox.moe import all_to_all, exchange, experts, router
 from octablox.moe.config import MoeConfig
 from octablox.moe.dispatch import combine, dispatch, sort_copies, weights_of_rows, window
-from octablox.moe.experts import Experts
+from octablox.moe.experts import GEMMS, Experts
 from octablox.moe.overflow import buffer_rows, sum_over_windows, windows_for
 from octablox.moe.probe import counted
 from octablox.schedule import Layer, ScheduleConfig, Stage, WeightGroup
@@ -142,13 +142,13 @@ def _weight_groups(settings, dense, probes):
     kernel = _kernel(settings)
 
     def gate_up(shards):
-        return {"gate_up": kernel.gather_gate_up(shards["gate_up"], shards["health"][0])}
+        return {"gate_up": kernel.gather_gate_up(shards["gate_up"], _health(settings, shards)[0])}
 
     def rest(shards):
         return {
             **{name: gather(specs[name], shards[name], settings.dtype) for name in dense},
             "router": gather(specs["router"], shards["router"], jnp.float32),
-            "down": kernel.gather_down(shards["down"], shards["health"][1]),
+            "down": kernel.gather_down(shards["down"], _health(settings, shards)[1]),
             **{name: shards[name] for name in probes},
         }
 
@@ -157,6 +157,11 @@ def _weight_groups(settings, dense, probes):
         WeightGroup(("gate_up", "health"), ("gate_up",), gate_up),
         WeightGroup(names, names, rest),
     )
+
+
+def _health(settings, of):
+    """What counts the casts of each GEMM, if they are counted."""
+    return of["health"] if settings.moe.fp8_health else (None,) * len(GEMMS)
 
 
 def _kernel(settings):
@@ -185,7 +190,7 @@ class _MoeStages:
         way, chosen = self._way(carry["chosen"])
         if moe.fp8_dispatch:
             cast = fp8.wire_cast(self.settings.recipe)
-            tokens = exchange.send(h, way, weights["health"][0], cast)
+            tokens = exchange.send(h, way, _health(self.settings, weights)[0], cast)
         else:
             tokens = way.spread(h)
         order = sort_copies(chosen, moe.num_experts, _first_expert(moe))
@@ -260,7 +265,7 @@ class _MoeStages:
         if isinstance(tokens, Quantized) and fp8.wire_cast(recipe) != recipe.act:
             tokens = exchange.dequantized(tokens)
         mix = weights_of_rows(of["mix"], order)
-        health = of["weights"]["health"]
+        health = _health(self.settings, of["weights"])
         return combine(kernel.apply(of["weights"], tokens, mix, order.group_sizes, health), order)
 
     def _buffer_rows(self, local_tokens):
@@ -279,9 +284,8 @@ def _attention_stage(settings, save, offload=False):
     def attend(weights, context, carry):
         x = carry["x"]
         rotation = context["cos"], context["sin"]
-        update = attention.attend(
-            weights["attention"], rotation, context["segment_ids"], x, settings.model
-        )
+        ids, axis = context["segment_ids"], sequence_axis()
+        update = attention.attend(weights["attention"], rotation, ids, x, settings.model, axis)
         return {"x": x + update}
 
     return Stage("attention", attend, ("attention",), save=save, offload=offload)

@@ -16,7 +16,15 @@ from jax import lax
 from jax import numpy as jnp
 
 from octablox.layer_scan import run_layers
-from octablox.mesh import AXES, gather, map_specs, norm_weight, vary_uncut, weight
+from octablox.mesh import (
+    AXES,
+    gather,
+    map_specs,
+    norm_weight,
+    sequence_axis,
+    vary_uncut,
+    weight,
+)
 from octablox.model import skip
 from octablox.model.attention import rms_norm, rotary_angles
 from octablox.model.config import ModelConfig
@@ -94,7 +102,8 @@ def loss(
     Args:
       params: shards, as `parameter_specs`.
       probes: see `new_probes`.
-      batch: `tokens`, `targets`, `segment_ids`, `positions` int32 [B, S], `weights` [B, S], and
+      batch: `tokens`, `targets`, `segment_ids`, `positions` int32 [B, S], `weights` [B, S] (S: what
+        this device has of a sequence), and
         `total_weight` [], what the sum over all devices is divided by.
       settings: the model.
 
@@ -209,12 +218,19 @@ def _cross_entropy(head, tokens, targets, weights):
 
 def _one_later(micro):
     """Targets one token further on, within the same segment."""
-    same = micro["segment_ids"][:, 1:] == micro["segment_ids"][:, :-1]
-    weights = micro["weights"][:, 1:] * micro["weights"][:, :-1] * same
-    return {
-        "targets": jnp.pad(micro["targets"][:, 1:], ((0, 0), (0, 1))),
-        "weights": jnp.pad(weights, ((0, 0), (0, 1))),
-    }
+    later = {name: _following(micro[name]) for name in ("targets", "weights", "segment_ids")}
+    same = later["segment_ids"] == micro["segment_ids"]
+    return {"targets": later["targets"], "weights": later["weights"] * micro["weights"] * same}
+
+
+def _following(x):
+    """For each token of `x` [B, S] what the next one of its sequence has; for the last, zero."""
+    axis = sequence_axis()
+    last = jnp.zeros_like(x[:, :1])
+    if axis:
+        # Nothing is sent to the last part of a sequence, and zeros arrive there.
+        last = lax.ppermute(x[:, :1], axis, [(n, n - 1) for n in range(1, lax.axis_size(axis))])
+    return jnp.concatenate([x[:, 1:], last], axis=1)
 
 
 def _embed(table, tokens):
@@ -223,8 +239,9 @@ def _embed(table, tokens):
 
 def _context(micro, model):
     cos, sin = rotary_angles(micro["positions"], model)
-    real = micro["segment_ids"] > 0
-    return {"cos": cos, "sin": sin, "segment_ids": micro["segment_ids"], "real": real}
+    ids, axis = micro["segment_ids"], sequence_axis()
+    whole = lax.all_gather(ids, axis, axis=1, tiled=True) if axis else ids
+    return {"cos": cos, "sin": sin, "segment_ids": whole, "real": ids > 0}
 
 
 def _split(batch, micro_batches):

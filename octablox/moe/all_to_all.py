@@ -17,7 +17,7 @@ from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Int
 
-from octablox.kernels import vary_like
+from octablox.kernels import uninitialized, vary_like
 from octablox.kernels.pallas_tpu import chip
 from octablox.mesh import vary
 from octablox.moe.dispatch import CopyOrder, combine, dispatch
@@ -88,11 +88,12 @@ def plan(chosen: Int[Array, "t k"], experts_of_a_device: int) -> tuple[AllToAll,
 
 
 def idle(tokens: int, k: int) -> AllToAll:
-    """A way for t tokens, to collect zeros by."""
+    """A way for t tokens of which none goes anywhere: what it collects is zero."""
     devices = lax.axis_size("expert")
-    zeros = lambda *shape: vary(jnp.zeros(shape, jnp.int32))  # noqa: E731
-    order = CopyOrder(zeros(devices * tokens), zeros(tokens, k), zeros(devices))
-    return AllToAll(order, zeros(devices))
+    slots = devices * tokens
+    filled = lambda value, *shape: vary(jnp.full(shape, value, jnp.int32))  # noqa: E731
+    order = CopyOrder(filled(0, slots), filled(slots, tokens, k), filled(0, devices))
+    return AllToAll(order, filled(0, devices))
 
 
 @jax.custom_vjp
@@ -101,15 +102,22 @@ def _swap(x, sent, received):
 
     TPUs send the slots that are used, others all of them.
     """
+    return _swap_all(x, received) if chip() is None else _swap_used(x, sent, received)
+
+
+def _swap_all(x, received):
+    devices = received.shape[0]
+    parts = x.reshape(devices, -1, *x.shape[1:])
+    return lax.all_to_all(parts, "expert", split_axis=0, concat_axis=0).reshape(x.shape)
+
+
+def _swap_used(x, sent, received):
     devices = sent.shape[0]
     slots = x.shape[0] // devices
-    if chip() is None:
-        parts = x.reshape(devices, slots, *x.shape[1:])
-        return lax.all_to_all(parts, "expert", split_axis=0, concat_axis=0).reshape(x.shape)
     first = vary_like((sent,), lax.iota(jnp.int32, devices) * slots)
     here = jnp.full_like(first, slots) * lax.axis_index("expert")
-    empty = vary_like((x,), jnp.zeros(x.shape, x.dtype))
-    return lax.ragged_all_to_all(x, empty, first, sent, here, received, axis_name="expert")
+    slots_here = uninitialized(x.shape, x.dtype, (x,))
+    return lax.ragged_all_to_all(x, slots_here, first, sent, here, received, axis_name="expert")
 
 
 _swap.defvjp(

@@ -53,6 +53,11 @@ class MoeConfig(BaseModel):
     grad_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of expert weights' gradients, where they are summed over fsdp"
     )
+    fp8_health: bool = Field(
+        True,
+        description="count how casts fare, for each layer and operand; false saves a pass over "
+        "each operand",
+    )
     gmm_backend: Literal["auto", "xla", "ragged_dot"] = Field(
         "auto", description="the GMMs' kernels; auto: the best that supports the call"
     )

@@ -16,7 +16,7 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from octablox.fp8 import Quantized
-from octablox.kernels import vary_like
+from octablox.kernels import uninitialized, vary_like
 
 # Tokens whose copies' rows exist at the same time while they are summed.
 COMBINE_CHUNK = 4096
@@ -109,11 +109,19 @@ def combine(rows: Float[Array, "R D"], order: CopyOrder) -> Float[Array, "T D"]:
             total += jnp.take(rows, row, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
         return total.astype(rows.dtype)
 
-    tokens, k = order.row_of_copy.shape
+    tokens = order.row_of_copy.shape[0]
     if tokens <= COMBINE_CHUNK or tokens % COMBINE_CHUNK:
         return summed(order.row_of_copy)
-    chunks = order.row_of_copy.reshape(-1, COMBINE_CHUNK, k)
-    return lax.map(summed, chunks).reshape(tokens, rows.shape[1])
+
+    # Not `lax.map`, which fills its result with zeros first: on a TPU half of the time.
+    def body(n, result):
+        first = n * COMBINE_CHUNK
+        row_of_copy = lax.dynamic_slice_in_dim(order.row_of_copy, first, COMBINE_CHUNK)
+        return lax.dynamic_update_slice_in_dim(result, summed(row_of_copy), first, 0)
+
+    arrays = rows, order.row_of_copy
+    result = uninitialized((tokens, rows.shape[1]), rows.dtype, arrays)
+    return lax.fori_loop(0, tokens // COMBINE_CHUNK, body, result)
 
 
 @jax.custom_vjp

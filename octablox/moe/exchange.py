@@ -54,28 +54,29 @@ class Ring:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def send(
-    tokens: Float[Array, "t D"], way: Way, health: Float[Array, "4 H"], cast: Cast
+    tokens: Float[Array, "t D"], way: Way, health: Float[Array, "4 H"] | None, cast: Cast
 ) -> Quantized:
     """Tokens [t, D] to [T, D], quantized by `cast` before they travel.
 
-    The gradient of `health` counts the casts, see `gmm.new_health`.
+    The gradient of `health` counts the casts, see `gmm.new_health`; None: nothing is counted.
     """
     return _send_forward(tokens, way, health, cast)[0]
 
 
 def _send_forward(tokens, way, health, cast):
-    del health
     q = fp8.quantize(tokens, cast, contracted=1)
     shape = tokens.shape[0] * lax.axis_size("expert"), tokens.shape[1]
     travelled = fp8.new_quantized(jax.tree.map(way.spread, q), shape, tokens.dtype)
-    return travelled, (way, counts_of(tokens, q))
+    return travelled, (way, None if health is None else counts_of(tokens, q))
 
 
 def _send_backward(cast, residuals, grad):
     del cast
     way, counts = residuals
-    rest = jnp.zeros_like(counts)
-    return way.collect(grad.master), None, jnp.stack([rest, counts, rest, rest])
+    if counts is not None:
+        rest = jnp.zeros_like(counts)
+        counts = jnp.stack([rest, counts, rest, rest])
+    return way.collect(grad.master), None, counts
 
 
 send.defvjp(_send_forward, _send_backward)

@@ -70,19 +70,21 @@ class Experts:
     down_recipe: Recipe | None = None
 
     def gather_gate_up(
-        self, shard: Float[Array, "E D 2 F"], health: Float[Array, "4 H"]
+        self, shard: Float[Array, "E D 2 F"], health: Float[Array, "4 H"] | None
     ) -> Quantized:
         """One layer's gate and up [E, D, 2F] from its shard: quantized, then gathered over `fsdp`.
 
         Args:
           shard: [E', D', 2, F'].
-          health: see `gmm.new_health`; its gradient counts the weights' casts.
+          health: see `gmm.new_health`; its gradient counts the weights' casts. None: no counts.
         """
         e, d, _, f = shard.shape
         both = shard.reshape(e, d, 2 * f)
         return self._gather(self.recipe, both, health, width_dim=2, parts=2)
 
-    def gather_down(self, shard: Float[Array, "E F D"], health: Float[Array, "4 H"]) -> Quantized:
+    def gather_down(
+        self, shard: Float[Array, "E F D"], health: Float[Array, "4 H"] | None
+    ) -> Quantized:
         """One layer's down [E, F, D] from its shard [E', F', D'], see `gather_gate_up`."""
         return self._gather(self._of_down, shard, health, width_dim=1, parts=1)
 
@@ -91,7 +93,7 @@ class Experts:
         axes = {width_dim: self._width_axes, dim: EXPERT_SHARDS}
         dtypes = jnp.dtype(self.dtype), jnp.dtype(self.config.grad_dtype)
         how = _Gather(recipe, *dtypes, dim, tuple(axes.items()), parts)
-        return _quantize_and_gather(how, vary(shard), vary(health))
+        return _quantize_and_gather(how, *jax.tree.map(vary, (shard, health)))
 
     def apply(
         self,
@@ -99,11 +101,12 @@ class Experts:
         rows: Float[Array, "R D"] | Quantized,
         row_weights: Float[Array, " R"],
         group_sizes: Int[Array, " E"],
-        health: Float[Array, "2 4 H"],
+        health: Float[Array, "2 4 H"] | tuple[None, None],
     ) -> Float[Array, "R D"]:
         """Rows [R, D] through their experts, times their weights; zero for experts held elsewhere.
 
-        The weights multiply the hidden rows, which are fewer numbers than the results.
+        The weights multiply the hidden rows, which are fewer numbers than the results. `health` is
+        for each of `GEMMS` what `gmm` takes.
         """
         multiply = functools.partial(gmm, group_sizes=group_sizes, backend=self.config.gmm_backend)
         width = self._width_axes
@@ -156,7 +159,6 @@ def _quantize_and_gather(how, shard, health):
 
 def _quantize_and_gather_forward(how, shard, health):
     """Quantizes first, so that 8 bits travel; blocks that straddle shards are gathered first."""
-    del health
     all_gather = functools.partial(
         lax.all_gather, axis_name=EXPERT_SHARDS, axis=how.dim, tiled=True
     )
@@ -165,25 +167,30 @@ def _quantize_and_gather_forward(how, shard, health):
         value = all_gather(shard.astype(how.dtype))
     elif _blocks_fit(cast, shard.shape[how.dim], how.dim):
         q = fp8.quantize_weight(shard, cast, axes=axes, parts=how.parts)
-        counts = counts_of(shard, q)
+        counts = counts if health is None else counts_of(shard, q)
         scale = all_gather(vary(q.scale)) if _scale_is_cut(cast, how.dim) else q.scale
         value = QArray(all_gather(q.qvalue), scale, None, q.qtype)
     else:
         whole = all_gather(shard)
         rest = {dim: names for dim, names in axes.items() if dim != how.dim}
         value = fp8.quantize_weight(whole, cast, axes=rest, parts=how.parts)
-        counts = counts_of(whole, value) / lax.axis_size(EXPERT_SHARDS)
+        if health is not None:
+            counts = counts_of(whole, value) / lax.axis_size(EXPERT_SHARDS)
     shape = list(shard.shape)
     shape[how.dim] *= lax.axis_size(EXPERT_SHARDS)
     value = jax.tree.map(vary, value)
-    return fp8.new_quantized(value, tuple(shape), how.grad_dtype), (vary(counts), shard)
+    counts = None if health is None else vary(counts)
+    return fp8.new_quantized(value, tuple(shape), how.grad_dtype), (counts, shard)
 
 
 def _quantize_and_gather_backward(how, residuals, grad):
     counts, shard = residuals
     scattered = lax.psum_scatter(grad.master, EXPERT_SHARDS, scatter_dimension=how.dim, tiled=True)
+    grad = scattered.astype(shard.dtype)
+    if counts is None:
+        return grad, None
     rest = [jnp.zeros_like(counts)] * (len(OPERANDS) - 1)
-    return scattered.astype(shard.dtype), jnp.stack([counts, *rest])
+    return grad, jnp.stack([counts, *rest])
 
 
 _quantize_and_gather.defvjp(_quantize_and_gather_forward, _quantize_and_gather_backward)

@@ -61,9 +61,11 @@ RESUMABLE = {
     "ici_data_parallelism",
     "ici_fsdp_parallelism",
     "ici_expert_parallelism",
+    "ici_context_parallelism",
     "dcn_data_parallelism",
     "dcn_fsdp_parallelism",
     "dcn_expert_parallelism",
+    "dcn_context_parallelism",
     "base_output_directory",
 }
 
@@ -140,7 +142,8 @@ class _Run:
         self._warmup_steps = config.quantization.quantization_warmup_steps
         # The same program without casts; its `init` and its eval are not used.
         self._warmup = Trainer(_without_casts(config), trainer.mesh)
-        self._is_fp8 = recipe_from_config(config.quantization).weight is not None
+        casts = recipe_from_config(config.quantization).weight is not None
+        self._counts_casts = casts and config.moe.fp8_health
         self._eval_loss: float | None = None
         self._last: dict[str, Any] = {}
         self._losses: list[float] = []
@@ -278,7 +281,7 @@ class _Run:
         seconds = (now - clock.window) / clock.steps
         row = {**self._last, "kind": "train", "loss": float(np.mean(self._losses))}
         row |= {"step_seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
-        if not self._is_fp8:
+        if not self._counts_casts:
             row = {k: v for k, v in row.items() if not k.endswith(("_saturated", "_flushed"))}
         if clock.trained_steps or clock.steps > 1 or self._last["step"] > 1:
             clock.training += now - clock.window
@@ -291,7 +294,7 @@ class _Run:
 
     def _log_health(self, step, counts, writer) -> None:
         """Writes how the casts of each layer's GEMMs fared in this step."""
-        row = _health_row(self._config.model, jax.device_get(counts)) if self._is_fp8 else {}
+        row = _health_row(self._config.model, jax.device_get(counts)) if self._counts_casts else {}
         if row:
             writer.write({"step": step, "kind": "health", **row})
 
@@ -374,6 +377,11 @@ def _without_casts(config: Config) -> Config:
 def _make_mesh(config: Config) -> Mesh:
     slices = meshes.slice_count(jax.devices())
     shape = resolve_mesh_shape(config, jax.device_count(), slices)
+    if jax.local_device_count() % shape["context"]:
+        raise UserError(
+            f"the context axis, {shape['context']}, must divide the devices of a process, "
+            f"{jax.local_device_count()}, which reads whole sequences"
+        )
     return meshes.make_mesh(shape, slices=resolve_slices(config, slices))
 
 
