@@ -48,7 +48,7 @@ test: $(STAMP) ## all tests but the slow ones and those that need libtpu
 	$(PYTEST)
 
 test-aot: $(TPU)/installed.stamp ## compile a few TPU kernels for each chip, without a TPU
-	PYTHONPATH=$(TPU) $(PYTEST) -m aot_few tests/test_pallas_tpu.py
+	PYTHONPATH=$(TPU) $(PYTEST) -m aot_few tests/test_pallas_tpu.py tests/test_compile.py
 
 test-reference: $(REFERENCE)/installed.stamp ## the model against transformers, computed anew
 	REFERENCE_PYTHON=$(REFERENCE)/bin/python $(PYTEST) -m reference

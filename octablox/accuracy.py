@@ -228,12 +228,15 @@ def _table(found: Sequence[Row]) -> Table:
         table.add_column(f"{product}: error / budget", justify="right")
     table.add_column("")
     groups: dict[tuple[str, str], list[Row]] = {}
+    refused: dict[tuple[str, str], list[str]] = {}
     for row in found:
-        groups.setdefault((row.backend, row.recipe), []).append(row)
+        if row.error is None:
+            refused.setdefault((row.backend, row.note), []).append(row.recipe)
+        else:
+            groups.setdefault((row.backend, row.recipe), []).append(row)
+    for (backend, note), recipes in refused.items():
+        table.add_row(backend, ", ".join(recipes), "–", "–", "–", note, style="dim")
     for (backend, recipe), rows in groups.items():
-        if rows[0].error is None:
-            table.add_row(backend, recipe, "–", "–", "–", rows[0].note, style="dim")
-            continue
         cells = [
             f"[{'green' if row.passed else 'bold red'}]{row.error:.2%}[/] / {row.budget:.2%}"
             for row in rows

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -270,6 +271,35 @@ def test_a_small_step_fits_and_overlaps(tmp_path):
     assert report["expert_flops"].keys() == {"fp8"}
     assert 3 * once <= report["expert_flops"]["fp8"] <= 4 * once
     assert hlo.parse(paths[1].read_text()).entry
+
+
+@pytest.mark.aot_few
+def test_long_sequences_and_an_all_to_all(tmp_path):
+    """What only a TPU runs.
+
+    The attention kernel on a piece of a sequence, ragged transfers, sums as a grouped matmul.
+    """
+    path = tmp_path / "report.json"
+    keys = "ici_expert_parallelism=4 ici_context_parallelism=2 max_target_length=256"
+    keys += " use_ring_of_experts=false ragged_buffer_factor=1.25"
+    keys += " fp8_dispatch=true fp8_dispatch_grad=true"
+    hlo_path = tmp_path / "step.hlo"
+    flags = ["--json", str(path), "--save-hlo", str(hlo_path)]
+    small = [key for key in SMALL if "expert_parallelism" not in key]
+    done = compile_program(tmp_path, *small, *keys.split(), *flags)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    assert report["mesh"] == {"data": 1, "fsdp": 1, "expert": 4, "context": 2}
+    assert report["expert_flops"].keys() == {"fp8"}
+    found = {(row["phase"], row["axes"], row["kind"]) for row in report["collectives"]}
+    for phase in ("forward", "backward"):
+        assert (phase, "expert", "ragged-all-to-all") in found
+    assert ("forward", "context", "all-gather") in found  # of latents
+    text = hlo_path.read_text()
+    for kernel in ("splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv", "combine/octablox_tgmm"):
+        assert kernel in text, kernel
+    for dtype in ("f8e4m3fn", "f8e5m2"):  # tokens, and their gradients
+        assert re.search(rf"= {dtype}\S* ragged-all-to-all", text)
 
 
 @pytest.mark.aot

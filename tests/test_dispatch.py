@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
+from octablox import kernels
+from octablox.moe import dispatch as moe_dispatch
 from octablox.moe.dispatch import combine, dispatch, sort_copies, weights_of_rows, window
 
 T, D, E, K = 20, 6, 8, 3
@@ -166,3 +168,45 @@ def test_windows_add_up_to_the_whole(load, rows):
     sizes = [window(order, n * rows, rows).group_sizes for n in range(windows)]
     np.testing.assert_array_equal(sum(sizes), order.group_sizes)
     assert max(int(size.sum()) for size in sizes) <= rows
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas_tpu_interpret"])
+@pytest.mark.parametrize("load", LOADS)
+def test_sums_as_a_grouped_matmul(load, backend, monkeypatch):
+    """The same sums; rows of no copy are not read."""
+    monkeypatch.setattr(moe_dispatch, "SUM_BLOCK", 4)
+    monkeypatch.setattr(kernels, "BACKENDS", {backend: kernels.BACKENDS[backend]})
+    whole = sort_copies(jnp.asarray(choices(load)), E, 2)
+    count, size = whole.copy_of_row.shape[0], 16
+    rng = np.random.default_rng(3)
+    for first in range(0, count, size):
+        order = window(whole, first, size)
+        rows = rng.normal(size=(size, D))
+        rows[max(count - first, 0) :] = np.nan
+        rows = jnp.asarray(rows, jnp.bfloat16)
+        expected = moe_dispatch._sums_of_gathers(rows, order)
+        got = jax.jit(moe_dispatch._sums_as_products)(rows, order)
+        assert got.dtype == jnp.bfloat16 and got.shape == (T, D)
+        np.testing.assert_allclose(
+            got.astype(jnp.float32), expected.astype(jnp.float32), rtol=2**-7, atol=1e-6
+        )
+
+
+def test_a_tpu_sums_as_a_grouped_matmul_where_copies_are_few(monkeypatch):
+    """Chosen by sizes and dtype, and differentiable as the other way is."""
+    monkeypatch.setattr(moe_dispatch, "chip", lambda: "tpu7x")
+    monkeypatch.setattr(moe_dispatch, "SUM_BLOCK", 4)
+    chosen = []
+    products = moe_dispatch._sums_as_products
+    monkeypatch.setattr(
+        moe_dispatch,
+        "_sums_as_products",
+        lambda rows, order: chosen.append(rows.shape) or products(rows, order),
+    )
+    whole = sort_copies(jnp.asarray(choices("all experts")), E, 0)
+    for size, dtype in ((16, jnp.bfloat16), (16, jnp.float32), (96, jnp.bfloat16)):
+        order = window(whole, 0, size)
+        rows = jnp.ones((size, D), dtype)
+        grad = jax.grad(lambda rows, o=order: combine(rows, o).astype(jnp.float32).sum())(rows)
+        np.testing.assert_array_equal(grad, rows)
+    assert chosen == [(16, D)]

@@ -51,9 +51,9 @@ class Costs:
 
     def flops(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
         """FLOPs by kind of operands, "bf16", "fp8", "int8" or "f32"; empty where it has none."""
-        expert = self.expert_product(computation, instruction)
-        if expert:
-            return expert
+        grouped = self._grouped_product(computation, instruction)
+        if grouped:
+            return grouped
         if instruction.opcode == "custom-call" and is_kernel(instruction):
             return self._kernel(computation, instruction)
         if instruction.opcode in ("convolution", "dot"):
@@ -78,6 +78,11 @@ class Costs:
         self, computation: Computation, instruction: Instruction
     ) -> dict[str, float]:
         """FLOPs of one of the experts' grouped products; empty where it is none."""
+        if "combine/" in instruction.op_name:  # sums of rows, see `moe.dispatch`
+            return {}
+        return self._grouped_product(computation, instruction)
+
+    def _grouped_product(self, computation, instruction) -> dict[str, float]:
         where = instruction.op_name
         is_gmm = instruction.opcode == "custom-call" and "gmm" in where and is_kernel(instruction)
         is_ragged = instruction.opcode == "fusion" and "ragged_dot" in where

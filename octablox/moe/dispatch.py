@@ -15,11 +15,16 @@ from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from octablox import kernels
 from octablox.fp8 import Quantized
-from octablox.kernels import uninitialized, vary_like
+from octablox.kernels import Scaled, uninitialized, vary_like
+from octablox.kernels.pallas_tpu import chip
 
 # Tokens whose copies' rows exist at the same time while they are summed.
 COMBINE_CHUNK = 4096
+# Tokens of a group where sums are a grouped matmul; by the model of `kernels.tiles` the best of
+# 128 to 1024 for DeepSeek-V3 on 256 devices.
+SUM_BLOCK = 256
 
 
 @jax.tree_util.register_dataclass
@@ -55,11 +60,17 @@ def sort_copies(
     copy = vary_like((expert,), copy)
     # Not argsort: that loses the varying type inside shard_map. Two keys instead of a stable sort
     # of one: libtpu spends minutes of compilation on the latter.
-    _, copy_of_row = lax.sort((expert, copy), num_keys=2, is_stable=False)
+    sorted_expert, copy_of_row = lax.sort((expert, copy), num_keys=2, is_stable=False)
     _, row_of_copy = lax.sort((copy_of_row, copy), num_keys=1, is_stable=False)
-    is_of_group = expert[:, None] == lax.broadcasted_iota(jnp.int32, (1, num_experts), 1)
-    group_sizes = jnp.sum(is_of_group, axis=0, dtype=jnp.int32)
-    return CopyOrder(copy_of_row, row_of_copy.reshape(chosen.shape), group_sizes)
+    sizes = _sizes_of_groups(sorted_expert, num_experts)
+    return CopyOrder(copy_of_row, row_of_copy.reshape(chosen.shape), sizes)
+
+
+def _sizes_of_groups(sorted_groups, count):
+    """How often each of the groups 0 to `count` - 1 is in a sorted array, int32 [count]."""
+    groups = vary_like((sorted_groups,), lax.iota(jnp.int32, count))
+    ends = jnp.searchsorted(sorted_groups, groups, side="right").astype(jnp.int32)
+    return jnp.diff(ends, prepend=vary_like((ends,), jnp.zeros(1, jnp.int32)))
 
 
 def window(order: CopyOrder, first: Int[Array, ""] | int, rows: int) -> CopyOrder:
@@ -84,14 +95,18 @@ def dispatch(tokens: Float[Array, "T D"] | Int[Array, "T D"] | Quantized, order:
     """Rows [R, D] of `tokens` [T, D], sorted by expert; quantized if the tokens are."""
     if not isinstance(tokens, Quantized):
         return _dispatch(tokens, order)
-    token = _token_of_row(order)
-    q = jax.tree.map(lambda a: jnp.take(a, token, axis=0), tokens.q)
+    q = jax.tree.map(lambda a: _rows(a, _token_of_row(order)), tokens.q)
     return Quantized(_dispatch(tokens.master, order), q)
 
 
 @jax.custom_vjp
 def _dispatch(tokens, order):
-    return jnp.take(tokens, _token_of_row(order), axis=0)
+    return _rows(tokens, _token_of_row(order))
+
+
+def _rows(x, numbers):
+    """Rows of `x` by numbers that are all its own: to fill in others takes twice the time."""
+    return jnp.take(x, numbers, axis=0, mode="clip")
 
 
 @jax.custom_vjp
@@ -100,7 +115,42 @@ def combine(rows: Float[Array, "R D"], order: CopyOrder) -> Float[Array, "T D"]:
 
     `rows` [R, D]; those of experts held elsewhere are zero.
     """
+    tokens, k = order.row_of_copy.shape
+    # To gather k rows for each token is to read many times what there is, where most of a token's
+    # copies are on other devices.
+    few = tokens * k > 2 * rows.shape[0] and tokens % SUM_BLOCK == 0
+    if few and rows.dtype == jnp.bfloat16 and chip() is not None:
+        return _sums_as_products(rows, order)
+    return _sums_of_gathers(rows, order)
 
+
+@jax.named_scope("combine")
+def _sums_as_products(rows, order):
+    """A grouped matmul, whose groups are blocks of B tokens and whose rows are sorted by token.
+
+    sums[T/B, B, D] = is_of_token[R, B]^T @ rows[R, D]    over the rows of each block
+    """
+    (tokens, k), blocks = order.row_of_copy.shape, order.row_of_copy.shape[0] // SUM_BLOCK
+    row = vary_like((rows, order.copy_of_row), lax.iota(jnp.int32, rows.shape[0]))
+    counts = _rows(order.row_of_copy.reshape(-1), order.copy_of_row) == row
+    copy = jnp.where(counts, order.copy_of_row, tokens * k)
+    copy, row = lax.sort((copy, row), num_keys=1, is_stable=False)
+    token = copy // k
+    is_of_token = token[:, None] % SUM_BLOCK == lax.broadcasted_iota(jnp.int32, (1, SUM_BLOCK), 1)
+    sums = kernels.run(
+        "tgmm",
+        "auto",
+        Scaled(is_of_token.astype(rows.dtype)),
+        Scaled(_rows(rows, row)),
+        _sizes_of_groups(token // SUM_BLOCK, blocks),
+        vary_like((row,), jnp.int32(0)),
+        num_local_groups=blocks,
+        out_dtype=rows.dtype,
+    )
+    return sums.reshape(tokens, rows.shape[1])
+
+
+def _sums_of_gathers(rows, order):
     def summed(row_of_copy):
         # A gather for each of the k copies, and additions, which XLA fuses: on a TPU a sum over
         # a dim of one gather takes nine times as long (its estimate of cycles).
