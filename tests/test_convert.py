@@ -204,6 +204,11 @@ def test_export_of_fp8_is_the_official_layout(tmp_path, power_of_two):
     assert to_octablox(tmp_path / "hf", tmp_path / "ours") == 0
     kind = "fp8_ue8m0" if power_of_two else "fp8"
     assert to_hf(tmp_path / "ours", tmp_path / "fp8", f"--dtype {kind}") == 0
+    # Imported in blocks and exported as they are, what they are is known from the scales.
+    assert to_octablox(tmp_path / "hf", tmp_path / "blocks", f"--dtype {kind}") == 0
+    assert to_hf(tmp_path / "blocks", tmp_path / "kept") == 0
+    built = architecture.read(tmp_path / "kept" / "config.json")
+    assert (built.fp8, built.power_of_two) == (True, power_of_two)
     found = tensors_of(tmp_path / "fp8")
     expected = {}
     for name, values in tensors.items():

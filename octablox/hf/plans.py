@@ -1,6 +1,7 @@
 """The two directions of a conversion, checked and planned."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,21 @@ def plan_export(source: Path, target: Path, dtype: Dtype) -> Plan:
             settings.model,
             settings.moe,
             fp8=NAMES[fp8_blocks.E4M3] in dtypes,
-            power_of_two=dtype == "fp8_ue8m0",
+            power_of_two=dtype == "fp8_ue8m0"
+            or (dtype == "keep" and _powers_of_two(ours, entries)),
         )
         float_dtype = "bfloat16" if "BF16" in dtypes else "float32"
         _write_config(target / "config.json", architecture.to_json(built, float_dtype), dtype)
 
     fingerprint = {"files": _stamps(source), "dtype": dtype}
     return Plan(ours, tuple(files), _theirs, fingerprint, target, finish)
+
+
+def _powers_of_two(source: "_OurSource", entries: Sequence[Entry]) -> bool:
+    """Whether there are scales, all of them powers of two."""
+    scales = [source.matrix(entry).scale for entry in entries]
+    known = [scale for scale in scales if scale is not None]
+    return bool(known) and all(fp8_blocks.powers_of_two(np.asarray(scale)) for scale in known)
 
 
 def _origin(source: Path) -> Path | None:
