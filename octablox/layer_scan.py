@@ -10,7 +10,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from octablox.kernels import uninitialized, vary_like
-from octablox.schedule import Layer, Turn, last_compute
+from octablox.schedule import Layer, Turn
 
 Tree = Any
 
@@ -52,7 +52,7 @@ class _Stack:
     def __init__(self, layer: Layer, length: int):
         self.layer, self.length = layer, length
         self.order = layer.order(length)
-        self.ahead = self.order.ahead and length > 1
+        self.travel = self.order.travel if length > 1 else None
 
     def forward(self, shards, contexts, carries, keep):
         """The carries after the last layer, and what the backward pass needs, layers first."""
@@ -62,14 +62,16 @@ class _Stack:
 
         def body(state, n):
             carries, travelled = state
-            if not self.ahead:
+            if not self.travel:
                 travelled = self._gathered(shards, n)
-            ahead = self._groups_at(shards, n + 1) if self.ahead else None
             turns = _Forward(layer, self._weights(travelled), contexts, keep)
-            carries, travelled = turns.run(self.order.forward, carries, ahead)
-            return (carries, travelled), turns.kept
+            ahead = []
+            if self.travel:
+                ahead = turns.transfer(self._groups_at(shards, n + 1), self.travel.forward)
+            carries = turns.run(self.order.forward, carries)
+            return (carries, ahead or None), turns.kept
 
-        first = self._gathered(shards, 0) if self.ahead else None
+        first = self._gathered(shards, 0) if self.travel else None
         (carries, _), kept = lax.scan(body, (carries, first), jnp.arange(self.length))
         if not self.order.carried:
             return carries, (kept, None)
@@ -86,28 +88,28 @@ class _Stack:
         def body(state, n_and_kept):
             grads, travelled, later, total = state
             n, kept = n_and_kept
-            if not self.ahead:
+            if not self.travel:
                 travelled = self._gathered(shards, n)
             turns = _Backward(self.layer, self._weights(travelled), contexts, kept)
-            if self.ahead:
-                ahead = self._groups_at(shards, n - 1)
-                scatters = self._scatters(shards, n + 1, later)
-                grads, travelled, done = turns.run(self.order.backward, grads, ahead, scatters)
+            if self.travel:
+                done = turns.transfer(self._scatters(shards, n + 1, later), self.travel.gradients)
+                ahead = turns.transfer(self._groups_at(shards, n - 1), self.travel.backward)
+                grads = turns.run(self.order.backward, grads)
                 total = self._put(total, done, n + 1)
-                return (grads, travelled, turns.weight_grads(), total), None
-            grads, travelled, _ = turns.run(self.order.backward, grads, None, [])
+                return (grads, ahead, turns.weight_grads(), total), None
+            grads = turns.run(self.order.backward, grads)
             done = [s(g) for s, g in self._scatters(shards, n, turns.weight_grads())]
-            return (grads, travelled, later, self._put(total, done, n)), None
+            return (grads, None, later, self._put(total, done, n)), None
 
         # Each layer's part is written once it is known.
         total = _uninitialized_like(shards)
-        last = self._gathered(shards, self.length - 1) if self.ahead else None
+        last = self._gathered(shards, self.length - 1) if self.travel else None
         # The first turn scatters these as the last layer's gradient, which the second overwrites.
-        later = self._no_grads(last) if self.ahead else None
+        later = self._no_grads(last) if self.travel else None
         (grads, _, later, total), _ = lax.scan(
             body, (grads, last, later, total), (jnp.arange(self.length), kept), reverse=True
         )
-        if self.ahead:
+        if self.travel:
             total = self._put(total, [s(g) for s, g in self._scatters(shards, 0, later)], 0)
         if ends:
             (grads[-1],) = leave_idle(grads[-1])
@@ -166,7 +168,7 @@ class _Turns:
     def __init__(self, layer, weights, contexts):
         self.layer, self.weights, self.contexts = layer, weights, contexts
         self._last = {}
-        self._windows = []
+        self._transfers = []
 
     def enter(self, chain, values):
         """`values`, after the turn before in the chain."""
@@ -178,30 +180,27 @@ class _Turns:
         self._last[chain] = self.layer.pack(values)
         return values
 
-    def transfer_under(self, turns, micro_batch, jobs):
-        """Runs `jobs` (functions and their inputs) under that micro-batch's heaviest turns.
+    def transfer(self, jobs, windows):
+        """Will run `jobs` (functions and their inputs) under their windows.
 
-        Returns a list that holds the results when these turns have run.
+        Returns a list that holds the results when all turns have run.
         """
-        heavy = last_compute(self.layer.stages)
-        window = [
-            n for n, t in enumerate(turns) if (t.stage, t.micro_batch) == (heavy, micro_batch)
-        ]
-        results: list = []
-        self._windows.append((window[0], window[-1], jobs, results))
+        results = [None] * len(jobs)
+        for n, (job, window) in enumerate(zip(jobs, windows, strict=True)):
+            self._transfers.append((window, job, results, n))
         return results
 
     def before(self, n):
         """Starts the transfers whose window begins with turn n."""
-        for first, _, jobs, results in self._windows:
-            if first == n:
-                results += [fn(self.enter("compute", of)) for fn, of in jobs]
+        for window, (function, of), results, place in self._transfers:
+            if window.first == n:
+                results[place] = function(self.enter("compute", of))
 
     def after(self, n):
         """Ends the transfers whose window ends with turn n."""
-        for _, last, _, results in self._windows:
-            if last == n:
-                self._last["compute"] = (self._last["compute"], results)
+        for window, _, results, place in self._transfers:
+            if window.last == n:
+                self._last["compute"] = (self._last["compute"], results[place])
 
     def read(self, stage):
         """The weights that a stage reads."""
@@ -215,17 +214,14 @@ class _Forward(_Turns):
         super().__init__(layer, weights, contexts)
         self._keep, self.kept = keep, {}
 
-    def run(self, turns, carries, ahead):
-        """The carries after the layer, and the weights of the next one if they are to travel."""
-        carries, gathers = list(carries), []
-        for g, job in enumerate(ahead or []):
-            micro_batch = min(g, len(carries) - 1)
-            gathers.append(self.transfer_under(turns, micro_batch, [job]))
+    def run(self, turns, carries):
+        """The carries after the layer."""
+        carries = list(carries)
         for n, turn in enumerate(turns):
             self.before(n)
             carries[turn.micro_batch] = self._turn(turn, carries[turn.micro_batch])
             self.after(n)
-        return carries, [group for (group,) in gathers] if ahead else None
+        return carries
 
     def _turn(self, turn, carry):
         stages, stage = self.layer.stages, self.layer.stages[turn.stage]
@@ -252,18 +248,9 @@ class _Backward(_Turns):
         super().__init__(layer, weights, contexts)
         self._kept, self._ran, self._weight_grads = kept, {}, {}
 
-    def run(self, turns, grads, ahead, scatters):
-        """The carries' gradients before the layer, the weights gathered, the gradients scattered.
-
-        Args:
-          turns: of the layer.
-          grads: of the carries after it.
-          ahead: how to gather the next weights, or None.
-          scatters: how to scatter the last gradients.
-        """
+    def run(self, turns, grads):
+        """The gradients of the carries before the layer, of those after it."""
         grads = list(grads)
-        scattered = self.transfer_under(turns, len(grads) - 1, scatters)
-        gathered = self.transfer_under(turns, 0, ahead or [])
         for n, turn in enumerate(turns):
             self.before(n)
             if turn.backward:
@@ -271,7 +258,7 @@ class _Backward(_Turns):
             else:
                 self._again(turn)
             self.after(n)
-        return grads, gathered if ahead else None, scattered
+        return grads
 
     def weight_grads(self):
         """Of every weight, zeros of those that no stage reads."""

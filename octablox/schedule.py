@@ -16,7 +16,7 @@ turned around by its own vjp, and weight gradients are scattered one layer later
 
 What ties an order down is `lax.optimization_barrier`: a turn of the compute chain waits for the
 turn before it in that chain, a turn of the communication chain for its own predecessor, and
-nothing else waits. A transfer of weights may start when the compute chain has reached its window,
+nothing else waits. A transfer of weights may start when the compute chain has reached its `Window`,
 and the chain goes on after the window only when the transfer has ended.
 """
 
@@ -89,19 +89,47 @@ class Turn:
 
 
 @dataclasses.dataclass(frozen=True)
+class Window:
+    """The turns under which a group of weights, or of their gradients, travels: by their numbers.
+
+    Attributes:
+      first: the first of them.
+      last: the last of them.
+    """
+
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Travel:
+    """When weights travel one layer ahead, and their gradients one layer later: for each group.
+
+    Attributes:
+      forward: of the next layer's weights, in the forward turns.
+      backward: of the same, in the backward turns.
+      gradients: of the layer's gradients, in the backward turns.
+    """
+
+    forward: tuple[Window, ...]
+    backward: tuple[Window, ...]
+    gradients: tuple[Window, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Order:
     """The turns of one layer.
 
     Attributes:
       forward, backward: the turns; the backward pass begins a stage that is not kept by a
         forward turn.
-      ahead: weights travel one layer ahead, their gradients one layer later.
+      travel: when weights and gradients do; None: when the layer needs or has them.
       carried: the last micro-batch's last stage is that of the layer before.
     """
 
     forward: tuple[Turn, ...]
     backward: tuple[Turn, ...]
-    ahead: bool = False
+    travel: Travel | None = None
     carried: bool = False
 
 
@@ -116,14 +144,16 @@ def sequential(stages: Sequence[Stage], micro_batches: int) -> Order:
     return Order(tuple(forward), tuple(backward))
 
 
-def batch_split(stages: Sequence[Stage], micro_batches: int, carried: bool = False) -> Order:
+def batch_split(
+    stages: Sequence[Stage], micro_batches: int, carried: bool = False, groups: int = 1
+) -> Order:
     """Each stage for all micro-batches before the next one; `carried` as in `Order`.
 
     Backward, the last compute stage runs forward again right before it runs backward, which makes
     one long piece of compute for each micro-batch, the most there is to hide transfers under.
     """
     all_of = range(micro_batches)
-    heavy, last = last_compute(stages), len(stages) - 1
+    heavy, last = _compute_stages(stages)[-1], len(stages) - 1
     tail = range(heavy + 1, len(stages))
     here = all_of[:-1] if carried else all_of  # micro-batches whose tail belongs to this layer
 
@@ -145,12 +175,39 @@ def batch_split(stages: Sequence[Stage], micro_batches: int, carried: bool = Fal
         backward.append(Turn(heavy, m, True))
     backward += [Turn(s, m, True) for s in reversed(range(heavy)) for m in reversed(all_of)]
     backward += [Turn(last, micro_batches - 1, True)] if carried else []
-    return Order(tuple(forward), tuple(backward), ahead=True, carried=carried)
+    travel = _travel(stages, micro_batches, forward, backward, groups)
+    return Order(tuple(forward), tuple(backward), travel, carried)
 
 
-def last_compute(stages: Sequence[Stage]) -> int:
-    """The number of the last stage of the compute chain."""
-    return max(s for s, stage in enumerate(stages) if stage.chain == "compute")
+def _travel(stages, micro_batches, forward, backward, groups):
+    """The last of several groups under the first compute stage, the others under the last one.
+
+    Either has about half of the compute, and what tokens wait for travels in between.
+    """
+    compute, last = _compute_stages(stages), micro_batches - 1
+    light, heavy = compute[0], compute[-1]
+
+    def window(turns, test, otherwise=None):
+        found = [n for n, turn in enumerate(turns) if test(turn)]
+        return Window(found[0], found[-1]) if found else otherwise
+
+    def heavy_of(turns, m):
+        return window(turns, lambda turn: (turn.stage, turn.micro_batch) == (heavy, m))
+
+    others = groups if groups == 1 or light == heavy else groups - 1
+    under_heavy = heavy_of(forward, 0), heavy_of(backward, 0), heavy_of(backward, last)
+    of_groups = [[under] * others for under in under_heavy]
+    if others < groups:
+        of_groups[0].append(window(forward, lambda turn: turn.stage == light))
+        of_groups[1].append(window(backward, lambda turn: turn == Turn(light, last, True)))
+        is_again = lambda turn: turn.stage in compute[:-1] and not turn.backward  # noqa: E731
+        of_groups[2].append(window(backward, is_again, otherwise=under_heavy[2]))
+    return Travel(*map(tuple, of_groups))
+
+
+def _compute_stages(stages: Sequence[Stage]) -> list[int]:
+    """The numbers of the stages of the compute chain."""
+    return [s for s, stage in enumerate(stages) if stage.chain == "compute"]
 
 
 def _same(tree: Tree) -> Tree:
@@ -179,7 +236,7 @@ class Layer:
 
     Attributes:
       stages: first to last; the last one's carry has the structure of the first one's input.
-      groups: of the weights; group g travels under the last compute stage of micro-batch g.
+      groups: of the weights; each travels as `Order.travel` says.
       schedule: sequential or batch split.
       idle: makes of a carry that enters a layer one from which the last stage makes that carry,
         of the structure that the last stage expects: so the first layer finds a last stage to run
@@ -206,4 +263,5 @@ class Layer:
         micro_batches = self.schedule.micro_batches
         if not self.schedule.use_batch_split_schedule:
             return sequential(self.stages, micro_batches)
-        return batch_split(self.stages, micro_batches, self.idle is not None and layers > 1)
+        carried = self.idle is not None and layers > 1
+        return batch_split(self.stages, micro_batches, carried, len(self.groups))

@@ -16,8 +16,10 @@ from octablox.schedule import (
     Layer,
     ScheduleConfig,
     Stage,
+    Travel,
     Turn,
     WeightGroup,
+    Window,
     batch_split,
     sequential,
 )
@@ -278,7 +280,7 @@ def test_the_sequential_order():
 
 
 def test_the_batch_split_order():
-    order = batch_split(stages("combine"), 2, carried=True)
+    order = batch_split(stages("combine"), 2, carried=True, groups=2)
     assert order.forward == turns(
         "combine 1 attend 0 attend 1 dispatch 0 dispatch 1 experts 0 experts 1 combine 0"
     )
@@ -286,7 +288,21 @@ def test_the_batch_split_order():
         "combine 0' attend 1 attend 0 dispatch 1 dispatch 0 experts 1 experts 1' experts 0 "
         "experts 0' dispatch 1' dispatch 0' attend 1' attend 0' combine 1'"
     )
-    assert order.ahead and order.carried
+    assert order.carried
+    # Of each group: the first under experts, the last under attention.
+    assert order.travel == Travel(
+        forward=(Window(5, 5), Window(1, 2)),
+        backward=(Window(7, 8), Window(11, 11)),
+        gradients=(Window(5, 6), Window(1, 2)),
+    )
+
+
+def test_gradients_travel_under_the_experts_where_nothing_runs_again_before_them():
+    travel = batch_split(stages("attend dispatch"), 2, groups=2).travel
+    assert travel.gradients[0] == travel.gradients[1]
+    one_group = batch_split(stages("combine"), 2).travel
+    assert len(one_group.forward) == 1
+    assert one_group.gradients == (Window(6, 7),)  # no combine is carried: a turn later
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
@@ -369,8 +385,8 @@ def test_weights_travel_a_layer_ahead():
     gate_up, rest = "gather gate up", "gather down unused wa"
     assert first == [gate_up, rest]
     assert in_layer == [
-        *("attend", "attend", "dispatch", "dispatch"),
-        *(gate_up, "experts", rest, "experts", "combine", "combine"),
+        *(rest, "attend", "attend", "dispatch", "dispatch"),
+        *(gate_up, "experts", "experts", "combine", "combine"),
     ]
 
 
