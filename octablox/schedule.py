@@ -5,12 +5,13 @@ every order gives the same numbers, since stages are pure functions. `sequential
 micro-batch before it starts the next one. `batch_split` runs each stage for all micro-batches in
 turn, so that while one micro-batch waits for the network the other computes:
 
-    compute        attention 0  attention 1  experts 0  experts 1
-    communication  combine 1    dispatch 0   dispatch 1 combine 0
-                   (last layer)              weights of the next layer
+    compute        attention 0  attention 1  experts 0   experts 1
+    communication  combine 1    dispatch 0   dispatch 1  combine 0
+                   (last layer)
+    weights        the next layer's          and the rest of them
 
 The last micro-batch's combine has nothing left to run under in its own layer, so it is *carried*:
-it runs at the start of the next layer. Weights are gathered one layer ahead, under the experts.
+it runs at the start of the next layer. Weights are gathered one layer ahead.
 The backward pass is the mirror image: what was not kept is computed again first, each stage is
 turned around by its own vjp, and weight gradients are scattered one layer later.
 
