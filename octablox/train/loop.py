@@ -47,6 +47,7 @@ RESUMABLE = {
     "batch_split_factor",
     "remat_policy",
     "ragged_buffer_factor",
+    "fp8_health",
     "steps",
     "log_period",
     "eval_interval",
