@@ -35,7 +35,10 @@ SHARED = (
     "per_device_batch_size=2",
     "max_target_length=2048",
     "ragged_buffer_factor=1.25",
+    "shard_exp_on_fsdp=true",
+    "use_ring_of_experts=false",
     "grad_dtype=bfloat16",
+    "fp8_health=false",
     "remat_policy=full",
 )
 RECIPES = {
