@@ -23,13 +23,13 @@ PAGES = (ROOT / "README.md", RESULTS / "README.md")
 
 
 def gather(folder: Path) -> None:
-    """Copies the report of `octablox compare`, not its runs."""
+    """Copies the report of `octablox compare`, and of its pictures those that the page shows."""
     target = RESULTS / "compare"
     target.mkdir(parents=True, exist_ok=True)
     for old in target.iterdir():
         old.unlink()
-    for path in (folder / "report.html", folder / "compare.json", *folder.glob("*.png")):
-        shutil.copy(path, target)
+    for name in ("report.html", "compare.json", "gap.png", "eval_loss.png"):
+        shutil.copy(folder / name, target)
 
 
 def markdown(head: list[str], lines: list[list[str]]) -> str:

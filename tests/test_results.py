@@ -69,10 +69,11 @@ def test_a_comparison_is_gathered_without_its_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     run = tmp_path / "runs" / "bf16-seed0"
     run.mkdir(parents=True)
-    for name in ("report.html", "compare.json", "gap.png", "notes.txt"):
+    kept = {"report.html", "compare.json", "gap.png", "eval_loss.png"}
+    for name in (*kept, "cost.png", "notes.txt"):
         (run.parent / name).write_text(name)
     (tmp_path / "results" / "compare").mkdir(parents=True)
     (tmp_path / "results" / "compare" / "old.png").write_text("")
     results.gather(run.parent)
     found = {path.name for path in (tmp_path / "results" / "compare").iterdir()}
-    assert found == {"report.html", "compare.json", "gap.png"}
+    assert found == kept
