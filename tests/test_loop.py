@@ -4,6 +4,7 @@ import json
 import math
 import struct
 
+import jax
 import pytest
 from training_runs import checkpoint_steps, losses, rows, train
 
@@ -12,6 +13,7 @@ from octablox.errors import UserError
 from octablox.fp8 import RECIPES
 from octablox.health import OPERANDS
 from octablox.moe.experts import GEMMS
+from octablox.train import loop
 
 
 def first_loss(vocabulary):
@@ -214,3 +216,10 @@ def test_a_run_without_a_name_gets_one(tmp_path, monkeypatch, capsys):
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("tiny-20")
     assert capsys.readouterr().err == f"error: {folder.name} (48, 64)\n"
+
+
+def test_a_process_holds_whole_sequences(monkeypatch):
+    settings = config.load(["model_name=tiny", "ici_context_parallelism=4"]).config
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    with pytest.raises(UserError, match="the context axis, 4, must divide the devices of a proc"):
+        loop._make_mesh(settings)

@@ -364,7 +364,7 @@ def test_a_barrier_holds_the_turn_before_of_its_own_chain():
 
 
 def test_weights_travel_a_layer_ahead():
-    """Layer n gathers layer n + 1's weights between its own experts' barriers, not its own."""
+    """Layer n gathers layer n + 1's weights under its own attention and experts."""
     seen = []
 
     def gather(shards):

@@ -63,7 +63,7 @@ def attend(
     Args:
       weights: as `specs`, gathered.
       rotation: cos and sin, see `rotary_angles`.
-      segment_ids: int32 [B, S] of whole sequences; a token sees earlier tokens of its own segment.
+      segment_ids: int32 [B, W] of whole sequences; a token sees earlier tokens of its own segment.
       x: [B, S, D].
       config: sizes.
       axis: inside `shard_map`, the mesh axis that cuts the sequences of `rotation` and `x`, if one

@@ -55,7 +55,8 @@ def flash_attention(
 def _forward(q, k, v, segment_ids, part, interpret):
     kernel = _kernel(q.shape[1], q.shape[2], k.shape[2], interpret)
     settings = {**kernel.kwargs, "save_residuals": True}
-    arrays = q, k, v, _ids_of_part(segment_ids, part, q.shape[2]), segment_ids
+    q_ids = lax.dynamic_slice_in_dim(segment_ids, part * q.shape[2], q.shape[2], axis=1)
+    arrays = q, k, v, q_ids, segment_ids
 
     def one(q, k, v, q_ids, ids):
         return splash._splash_attention_forward(
@@ -88,10 +89,6 @@ def _backward(interpret, residuals, dout):
 
 
 flash_attention.defvjp(_forward, _backward)
-
-
-def _ids_of_part(segment_ids, part, size):
-    return lax.dynamic_slice_in_dim(segment_ids, part * size, size, axis=1)
 
 
 def _of_part(info, part, parts):
