@@ -63,6 +63,7 @@ def compile_step(args: Sequence[str]) -> int:
 COMPILE_FLAGS = {
     "--json": ("FILE", "write the report there, for programs"),
     "--save-hlo": ("FILE", "write the scheduled program's text there"),
+    "--timeline": ("FILE", "write there what takes the time, and what waits for what"),
     "--xla": ("OPTION=VALUE", "an option of XLA's; once for each"),
     "--link-gbps": ("NUMBER", "GB/s of the ring that collectives share, instead of the chip's"),
     "--clock-ghz": ("NUMBER", "at which XLA's cycles pass, instead of the chip's"),

@@ -115,8 +115,10 @@ def test_a_missing_libtpu_is_one_line(monkeypatch):
 
 def test_flags():
     flags = [("--xla", "a=1"), ("--xla", "--b=x=y"), ("--json", "r.json"), ("--link-gbps", "90")]
-    options, path = command.read_flags(flags)
-    assert options == compiler.Options(xla={"a": "1", "b": "x=y"}, ring_gbps=90.0)
+    options, path = command.read_flags([*flags, ("--timeline", "t.txt")])
+    timeline = pathlib.Path("t.txt")
+    expected = compiler.Options(xla={"a": "1", "b": "x=y"}, ring_gbps=90.0, timeline=timeline)
+    assert options == expected
     assert path == pathlib.Path("r.json")
 
 
@@ -247,9 +249,12 @@ def compile_program(folder, *args):
 @pytest.mark.aot
 def test_a_small_step_fits_and_overlaps(tmp_path):
     paths = tmp_path / "report.json", tmp_path / "step.hlo"
-    flags = ["--json", str(paths[0]), "--save-hlo", str(paths[1])]
+    timeline = tmp_path / "timeline.txt"
+    flags = ["--json", str(paths[0]), "--save-hlo", str(paths[1]), "--timeline", str(timeline)]
     done = compile_program(tmp_path, *SMALL, *flags)
     assert done.returncode == 0, done.stderr
+    text = timeline.read_text()
+    assert "octablox_gmm" in text and "all-gather over expert" in text
     # Nothing but what is being done, a line each, on stderr.
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["tracing", "XLA", "reading"]
     assert "step" in done.stdout

@@ -78,6 +78,21 @@ def test_transfers_share_one_ring():
     assert second.exposed == pytest.approx(PRODUCT_SECONDS, rel=1e-12)
 
 
+def test_a_synchronous_collective_does_not_queue():
+    """It shares the ring with what travels: it takes twice its time, no more."""
+    sync = (
+        f"  %s = bf16[512,512]{{1,0}} all-reduce(%a), channel_id=1, {hm.groups('fsdp')}, "
+        f'to_apply=%add, metadata={{op_name="{hm.FORWARD}/psum"}}'
+    )
+    slow = dataclasses.replace(CHIP, ring_rate=GATHERED / PRODUCT_SECONDS)
+    entry = lines(hm.start("g", "gathers"), hm.update("g"), sync, hm.product("p"), hm.done("g"))
+    short, long = read(hm.module(entry, gather()), chip=slow).collectives
+    assert short.seconds < 0.75 * long.seconds
+    assert short.exposed == pytest.approx(short.seconds, rel=1e-12)
+    # While it was awaited as much of the long one came; the rest was under the product.
+    assert long.exposed == pytest.approx(short.seconds, rel=1e-12)
+
+
 def test_what_is_on_the_ring_while_a_later_transfer_is_awaited_is_exposed():
     # h is awaited first, but waits for g on the ring.
     entry = lines(

@@ -13,6 +13,8 @@ from octablox.aot.report import print_report
 from octablox.config import Config
 from octablox.errors import UserError
 
+_PATHS = "--json", "--save-hlo", "--timeline"
+
 
 def run(config: Config, flags: Sequence[tuple[str, str]]) -> int:
     """Compiles, prints the report and writes it where the flags say.
@@ -54,14 +56,15 @@ def read_flags(flags: Sequence[tuple[str, str]]) -> tuple[Options, Path | None]:
         else:
             single[name] = value
     numbers = {name: _number(name, single.get(name)) for name in ("--link-gbps", "--clock-ghz")}
-    save_hlo, json_path = single.get("--save-hlo"), single.get("--json")
+    paths = {name: Path(path) for name, path in single.items() if name in _PATHS}
     options = Options(
         xla=xla,
         ring_gbps=numbers["--link-gbps"],
         clock_ghz=numbers["--clock-ghz"],
-        save_hlo=Path(save_hlo) if save_hlo else None,
+        save_hlo=paths.get("--save-hlo"),
+        timeline=paths.get("--timeline"),
     )
-    return options, Path(json_path) if json_path else None
+    return options, paths.get("--json")
 
 
 def _number(name: str, text: str | None) -> float | None:

@@ -24,6 +24,7 @@ from octablox.aot import hlo
 from octablox.aot.chips import GIB, Topology, parse_topology
 from octablox.aot.overlap import read_schedule
 from octablox.aot.report import Cost, Memory, Report, sum_collectives
+from octablox.aot.timeline import timeline_text
 from octablox.config import Config
 from octablox.errors import UserError
 from octablox.fp8 import recipe_from_config
@@ -60,12 +61,14 @@ class Options:
       ring_gbps: GB/s of the ring that collectives share; None: the chip's.
       clock_ghz: at which XLA's cycles pass; None: what the chip's peak rate implies.
       save_hlo: where to write the scheduled program's text.
+      timeline: where to write what the program does when, see `timeline_text`.
     """
 
     xla: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ring_gbps: float | None = None
     clock_ghz: float | None = None
     save_hlo: Path | None = None
+    timeline: Path | None = None
 
 
 def compile_report(
@@ -114,6 +117,8 @@ def compile_report(
         slow_axes=[axis for axis, count in slices.items() if count > 1],
         slots_used=_slots_used(config, mesh),
     )
+    if options.timeline:
+        _write(options.timeline, timeline_text(schedule))
     tokens = rows * config.run.max_target_length
     forward = sum(show.flops_per_token(config).values())
     report = Report(

@@ -6,9 +6,11 @@ over), and `-done`, where the TensorCore waits. What stands between runs while t
 
 The model behind the times is small on purpose. The TensorCore runs one instruction after the other,
 each for XLA's own estimate of its cycles or, where there is none that can be true, for what its
-FLOPs and its bytes need at the chip's peak rates. All collectives share one ring, one after the
-other; those between slices share the network of the data center. A `-done` waits for what is left
-of its transfer. While the TensorCore waits, the transfer that is on the ring is exposed.
+FLOPs and its bytes need at the chip's peak rates. Asynchronous collectives queue for one ring, in
+the order in which they start; those between slices for the network of the data center. A `-done`
+waits for what is left of its transfer and of those before it. A synchronous collective does not
+queue: it has half of the ring while a transfer is on it. What is on a network while the TensorCore
+waits is exposed.
 """
 
 import collections
@@ -55,11 +57,36 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class Event:
+    """Something on the timeline of a computation, such as a loop's body.
+
+    Attributes:
+      kind: "works", "sends" (a transfer begins) or "waits".
+      computation: its name.
+      times: executions of the computation in a step.
+      phase: one of `PHASES`.
+      begin, end: seconds since the computation began; both the same of "sends".
+      name: of the instruction.
+      what: of work, where it comes from in the program; of a transfer, its axes, kind and bytes.
+    """
+
+    kind: str
+    computation: str
+    times: int
+    phase: str
+    begin: float
+    end: float
+    name: str
+    what: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """A step of one device, as scheduled and modelled.
 
     Attributes:
       collectives: in the order in which they end.
+      events: in the order of the program; what a loop's body does stands before the loop's end.
       compute: phase -> seconds in which the TensorCore works.
       seconds: of the whole step: compute, and what is exposed.
       flops: kind of operands -> FLOPs, with each loop's trips.
@@ -70,6 +97,7 @@ class Schedule:
     """
 
     collectives: tuple[Collective, ...]
+    events: tuple[Event, ...]
     compute: dict[str, float]
     seconds: float
     flops: dict[str, float]
@@ -104,6 +132,7 @@ def read_schedule(
     seconds = walk.run(module.entry, 1, "update")
     return Schedule(
         collectives=tuple(walk.collectives),
+        events=tuple(walk.events),
         compute={phase: walk.compute[phase] for phase in PHASES},
         seconds=seconds,
         flops=dict(walk.flops),
@@ -150,15 +179,16 @@ def _rendezvous(one: Instruction | None) -> str:
     return one.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"') if one else ""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Transfer:
-    """What an instruction sends: its collectives, when they are on the ring, what is exposed."""
+    """What an instruction sends: its collectives, what is left of them, what is exposed."""
 
     instruction: Instruction
     found: list[Found]
-    seconds: float
-    began: float = 0.0
-    ends: float | None = None  # None: not begun
+    seconds: float  # with the network for itself
+    left: float = 0.0  # of those seconds
+    has_begun: bool = False
+    is_queued: bool = True  # else synchronous
     exposed: float = 0.0
     products: int = 0  # before it began
 
@@ -169,30 +199,61 @@ class _Transfer:
 
 
 class _Timeline:
-    """The clock of one execution of a computation: TensorCore, networks, transfers under way."""
+    """The clock of one execution of a computation: TensorCore, networks, transfers under way.
+
+    Attributes:
+      now: seconds since it began.
+      products: matrix products until now.
+      started: transfers that have started, by what their end will name.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
         self.products = 0
-        self.under_way: dict[str, _Transfer] = {}
-        self._busy = {False: 0.0, True: 0.0}  # until when the ring, and the slow network, are
+        self.started: dict[str, _Transfer] = {}
+        self._moving: list[_Transfer] = []
 
     def begin(self, transfer: _Transfer) -> None:
-        """Puts a transfer on its network, after those before it."""
-        transfer.began = max(self.now, self._busy[transfer.is_slow])
-        transfer.ends = self._busy[transfer.is_slow] = transfer.began + transfer.seconds
+        """Puts a transfer in the queue of its network."""
+        transfer.left, transfer.has_begun = transfer.seconds, True
         transfer.products = self.products
+        self._moving.append(transfer)
+
+    def work(self, seconds: float) -> None:
+        """The TensorCore works, and bytes travel meanwhile."""
+        until = self.now + seconds
+        while self._moving and self.now < until:
+            self._move(until - self.now)
+        self.now = until
 
     def wait(self, transfer: _Transfer) -> None:
-        """Waits for a transfer's end; meanwhile whatever is on its network is exposed."""
-        if transfer.ends is None:
+        """The TensorCore waits for a transfer's end; one that has not begun is synchronous."""
+        if not transfer.has_begun:
+            transfer.is_queued = False
             self.begin(transfer)
-        until = max(self.now, transfer.ends or 0.0)
-        for one in [transfer, *self.under_way.values()]:
-            if one.ends is not None and one.is_slow == transfer.is_slow:
-                shared = min(until, one.ends) - max(self.now, one.began)
-                one.exposed += max(0.0, shared)
-        self.now = until
+        while transfer in self._moving:
+            before, beside = self.now, self._on_network(transfer.is_slow)
+            self._move(math.inf)
+            for one in beside:
+                one.exposed += (self.now - before) / len(beside)
+
+    def _on_network(self, is_slow: bool) -> list[_Transfer]:
+        """What travels on a network now: the head of its queue, and what does not queue."""
+        here = [one for one in self._moving if one.is_slow == is_slow]
+        return [one for one in here if one.is_queued][:1] + [o for o in here if not o.is_queued]
+
+    def _move(self, longest: float) -> None:
+        """Until the next transfer ends; those on one network have equal shares of it."""
+        shares: dict[_Transfer, int] = {}
+        for is_slow in (False, True):
+            here = self._on_network(is_slow)
+            shares |= {one: len(here) for one in here}
+        step = min(longest, *(one.left * share for one, share in shares.items()))
+        for one, share in shares.items():
+            # Exactly nothing is left of the one that ends.
+            one.left = 0.0 if one.left * share <= step else one.left - step / share
+        self._moving = [one for one in self._moving if one.left > 0.0]
+        self.now += step
 
 
 class _Walk:
@@ -203,6 +264,8 @@ class _Walk:
         self._finder, self._costs = finder, costs
         self._unknown_loops = 0
         self.collectives: list[Collective] = []
+        self.events: list[Event] = []
+        self._inside: list[str] = []  # names of the computations that are being walked
         self.compute: collections.defaultdict[str, float] = collections.defaultdict(float)
         self.flops: collections.defaultdict[str, float] = collections.defaultdict(float)
         self.expert_flops: collections.defaultdict[str, float] = collections.defaultdict(float)
@@ -221,20 +284,22 @@ class _Walk:
     def run(self, name: str, times: int, phase: str) -> float:
         """Walks one computation, executed `times` a step; returns its seconds, each time."""
         computation, timeline = self._module.computations[name], _Timeline()
+        self._inside.append(name)
         for one in computation:
             if one.opcode == "while":
                 trips = self._trips(one)
                 body = one.attribute(r"body=%([^\s,}]+)")
                 inside = _within(phase, phase_of(one.op_name))
-                timeline.now += trips * self.run(body, times * trips, inside)
+                timeline.work(trips * self.run(body, times * trips, inside))
             elif one.opcode in ("call", "conditional"):
-                timeline.now += math.fsum(
-                    self.run(branch, times, phase) for branch in self._branches(one)
+                timeline.work(
+                    math.fsum(self.run(branch, times, phase) for branch in self._branches(one))
                 )
             elif one.opcode.endswith(("-update", "-done")) and one.operands:
                 self._go_on(timeline, computation, one, times, phase)
             else:
                 self._execute(timeline, computation, one, times, phase)
+        self._inside.pop()
         return timeline.now
 
     def _go_on(self, timeline, computation, one, times, phase) -> None:
@@ -242,13 +307,13 @@ class _Walk:
         key = one.operands[0]
         if one.opcode == "recv-done":
             key = _rendezvous(computation.by_name.get(key))
-        transfer = timeline.under_way.pop(key, None)
+        transfer = timeline.started.pop(key, None)
         if transfer is None:
             return
         if one.opcode.endswith("-update"):
             transfer.instruction = one  # it has the operand
-            timeline.begin(transfer)
-            timeline.under_way[one.name] = transfer
+            self._begin(timeline, transfer, times, phase)
+            timeline.started[one.name] = transfer
         else:
             self._end(timeline, transfer, computation, times, phase)
 
@@ -258,18 +323,18 @@ class _Walk:
         if found and part_of != "step":
             transfer = _Transfer(one, found, math.fsum(self._seconds(part) for part in found))
             channel = found[0].instruction.attribute(r"channel_id=(\d+)")
-            if part_of == "done" and channel in timeline.under_way:
-                transfer = timeline.under_way.pop(channel)
+            if part_of == "done" and channel in timeline.started:
+                transfer = timeline.started.pop(channel)
                 self._end(timeline, transfer, computation, times, phase)
             elif part_of == "start" or one.opcode == "send":
-                timeline.begin(transfer)
-                timeline.under_way[channel if part_of else _rendezvous(one)] = transfer
+                self._begin(timeline, transfer, times, phase)
+                timeline.started[channel if part_of else _rendezvous(one)] = transfer
             elif one.opcode.endswith("-start"):
                 if one.operands:  # the operand is there: the transfer begins here
-                    timeline.begin(transfer)
-                timeline.under_way[one.name] = transfer
+                    self._begin(timeline, transfer, times, phase)
+                timeline.started[one.name] = transfer
             else:
-                timeline.wait(transfer)
+                self._wait(timeline, transfer, times, phase)
                 self._add(transfer, computation, times, phase, 0, is_async=False)
             return
         for space, size in self._costs.traffic(computation, one).items():
@@ -277,13 +342,39 @@ class _Walk:
         if one.opcode.endswith("-start") or one.opcode == "recv":
             return  # a copy, which runs beside the TensorCore
         self._count_flops(computation, one, times)
-        seconds = self._compute(computation, one)
-        timeline.now += seconds
+        seconds, began = self._compute(computation, one), timeline.now
+        timeline.work(seconds)
         timeline.products += self._costs.has_product(computation, one)
-        self.compute[_within(phase, phase_of(one.op_name))] += seconds * times
+        phase = _within(phase, phase_of(one.op_name))
+        self.compute[phase] += seconds * times
+        if seconds:
+            span = began, timeline.now
+            self._note("works", times, phase, span, one.name, one.op_name)
+
+    def _begin(self, timeline, transfer, times, phase) -> None:
+        timeline.begin(transfer)
+        self._note_transfer("sends", (timeline.now,) * 2, transfer, times, phase)
+
+    def _wait(self, timeline, transfer, times, phase) -> None:
+        began = timeline.now
+        timeline.wait(transfer)
+        if timeline.now > began:
+            span = began, timeline.now
+            self._note_transfer("waits", span, transfer, times, phase)
+
+    def _note_transfer(self, kind, span, transfer, times, phase) -> None:
+        parts = (f"{part.kind} over {part.label}" for part in transfer.found)
+        size = math.fsum(part.bytes for part in transfer.found)
+        what = f"{' and '.join(parts)}, {size / 1e6:.1f} MB"
+        self._note(kind, times, phase, span, transfer.instruction.name, what)
+
+    def _note(self, kind, times, phase, span, name, what) -> None:
+        begin, end = span
+        inside = self._inside[-1]
+        self.events.append(Event(kind, inside, times, phase, begin, end, name, what))
 
     def _end(self, timeline, transfer, computation, times, phase) -> None:
-        timeline.wait(transfer)
+        self._wait(timeline, transfer, times, phase)
         between = timeline.products - transfer.products
         self._add(transfer, computation, times, phase, between, is_async=True)
 

@@ -155,8 +155,9 @@ class Report:
             f"peak {chip.flops['bf16'] / 1e12:.0f} TFLOP/s bf16, {chip.flops['fp8'] / 1e12:.0f} "
             f"fp8; HBM {chip.hbm_rate / GB:.0f} GB/s; XLA's cycles pass at "
             f"{chip.clock / 1e9:.2f} GHz",
-            f"all collectives share one ring of {chip.ring_rate / GB:.0f} GB/s a device, one after "
-            "the other; no latencies, no contention",
+            f"all collectives share one ring of {chip.ring_rate / GB:.0f} GB/s a device, those "
+            "that are asynchronous one after the other; no latencies, no contention",
+            "what the SparseCore computes (some gathers and changes of layout) takes no time",
             "FLOPs of dense products are from their shapes; of the experts' grouped products from "
             "the config: even load, no padding, no row computed twice, and at the peak rate",
             "an instruction takes XLA's own estimate of its cycles, else what its FLOPs or bytes "
