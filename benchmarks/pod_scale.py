@@ -105,7 +105,8 @@ def plain_layers(keep: str):
         def body(carries, shards):
             weights, carries = {}, list(carries)
             for group in layer.groups:
-                weights |= group.gather({name: shards[name] for name in group.shards})
+                of = {name: shards[name] for name in group.shards}
+                weights |= group.gather(group.prepare(of))
             for turn in order:
                 stage, m = layer.stages[turn.stage], turn.micro_batch
                 read = {name: weights[name] for name in stage.weights}

@@ -348,38 +348,61 @@ class Quantized:
         return Quantized(self.master, None), Quantized(None, self.q)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedGrad:
+    """An array whose gradient is quantized: the mirror image of `Quantized`.
+
+    Attributes:
+      value: the array [R, D].
+      grad: stands for it in differentiation: 8-bit values and scales of the gradient's shape, never
+        read. Of a gradient they are what there is, and `value` is None.
+    """
+
+    value: Any
+    grad: Any
+
+    def split_by_gradient(self) -> tuple["QuantizedGrad", "QuantizedGrad"]:
+        """The part that is differentiated, and the rest."""
+        return QuantizedGrad(None, self.grad), QuantizedGrad(self.value, None)
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Master:
-    """What is left of a `Quantized.master` that is not held as an array."""
+    """What is left of what only stands for something, and is not held as an array."""
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
 
 
 def without_masters(tree: Any) -> Any:
-    """`tree` with the masters of what is quantized reduced to shape and dtype.
+    """`tree` with all that only stands for something in differentiation reduced to its shape.
 
-    Nobody reads them, but XLA holds every array that a loop carries.
+    Nobody reads it, but XLA holds every array that a loop carries.
     """
 
     def drop(node):
-        if not isinstance(node, Quantized) or node.q is None:  # a gradient has no `q`
-            return node
-        return Quantized(_Master(node.master.shape, jnp.dtype(node.master.dtype)), node.q)
+        if isinstance(node, Quantized) and node.q is not None:  # a gradient has no `q`
+            return Quantized(_Master(node.master.shape, jnp.dtype(node.master.dtype)), node.q)
+        if isinstance(node, QuantizedGrad) and node.value is not None:
+            return QuantizedGrad(node.value, _Master(node.value.shape, jnp.dtype(WIRE_GRAD.dtype)))
+        return node
 
-    return jax.tree.map(drop, tree, is_leaf=_is_quantized)
+    return jax.tree.map(drop, tree, is_leaf=_stands_for)
 
 
 def with_masters(tree: Any) -> Any:
     """The inverse of `without_masters`: zeros."""
 
     def make(node):
-        if not isinstance(node, Quantized) or not isinstance(node.master, _Master):
-            return node
-        return new_quantized(node.q, node.master.shape, node.master.dtype)
+        if isinstance(node, Quantized) and isinstance(node.master, _Master):
+            return new_quantized(node.q, node.master.shape, node.master.dtype)
+        if isinstance(node, QuantizedGrad) and isinstance(node.grad, _Master):
+            return new_quantized_grad(node.value)
+        return node
 
-    return jax.tree.map(make, tree, is_leaf=_is_quantized)
+    return jax.tree.map(make, tree, is_leaf=_stands_for)
 
 
 def new_quantized(
@@ -389,8 +412,33 @@ def new_quantized(
     return Quantized(vary_like(tuple(jax.tree.leaves(q)), jnp.zeros(shape, dtype)), q)
 
 
-def _is_quantized(node):
-    return isinstance(node, Quantized)
+def new_quantized_grad(value: Float[Array, "R D"]) -> QuantizedGrad:
+    """`value`, with zeros that stand for its gradient; not differentiable, see `quantize_grads`."""
+    like = jax.eval_shape(quantize_grad, jax.ShapeDtypeStruct(value.shape, value.dtype))
+    return QuantizedGrad(
+        value, jax.tree.map(lambda a: vary_like((value,), jnp.zeros(a.shape, a.dtype)), like)
+    )
+
+
+def quantize_grad(grad: Float[Array, "R D"]) -> QArray:
+    """A gradient as it crosses the `expert` axis: e5m2, with a scale for each row."""
+    return quantize(grad, WIRE_GRAD, contracted=1)
+
+
+@jax.custom_vjp
+def quantize_grads(x: Float[Array, "R D"]) -> QuantizedGrad:
+    """`x`, whose gradient comes quantized, and is dequantized here."""
+    return new_quantized_grad(x)
+
+
+quantize_grads.defvjp(
+    lambda x: (quantize_grads(x), None),
+    lambda residuals, grad: (dequantize(grad.grad).astype(grad.value.dtype),),
+)
+
+
+def _stands_for(node):
+    return isinstance(node, Quantized | QuantizedGrad)
 
 
 def tiles(cast: Cast, shape: tuple[int, ...], contracted: int, parts: int = 1) -> tuple[int, ...]:

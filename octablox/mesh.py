@@ -231,7 +231,39 @@ def gather(specs, shards, dtype: jax.typing.DTypeLike):
     Weights that are not cut (norms, biases) keep their dtype. The transpose sums each weight's
     gradient over the devices and scatters it to the shards.
     """
-    return map_specs(lambda spec, shard: _gather_one(spec, shard, dtype), specs, shards)
+    return gather_over_first(specs, gather_over_others(specs, shards, dtype))
+
+
+def gather_over_others(specs, shards, dtype: jax.typing.DTypeLike):
+    """The small part of `gather`: the cast, and over all axes that cut a weight but the first."""
+
+    def one(spec, shard):
+        if spec.gather_dim is None:  # small, and used in float32
+            return vary(shard)
+        # Axis by axis, the last first. XLA:TPU turns one gather over all axes into an all-reduce of
+        # twice the bytes where the shards do not fill its tiles, as 1/256 of 7168 rows does not.
+        shard = vary(shard.astype(dtype))
+        for axis in reversed(_axes_of(spec)[1:]):
+            shard = lax.all_gather(shard, axis, axis=spec.gather_dim, tiled=True)
+        return shard
+
+    return map_specs(one, specs, shards)
+
+
+def gather_over_first(specs, parts):
+    """The rest of `gather`, nearly all of its bytes: over the first axis that cuts a weight."""
+
+    def one(spec, part):
+        if spec.gather_dim is None:
+            return part
+        return lax.all_gather(part, _axes_of(spec)[0], axis=spec.gather_dim, tiled=True)
+
+    return map_specs(one, specs, parts)
+
+
+def _axes_of(spec):
+    names = spec.partition[spec.gather_dim - len(spec.shape)]
+    return (names,) if isinstance(names, str) else names
 
 
 def vary_uncut(specs, shards):
@@ -241,18 +273,6 @@ def vary_uncut(specs, shards):
     all layers instead of in each.
     """
     return map_specs(lambda spec, w: vary(w) if spec.gather_dim is None else w, specs, shards)
-
-
-def _gather_one(spec, shard, dtype):
-    if spec.gather_dim is None:  # small, and used in float32
-        return vary(shard)
-    shard = vary(shard.astype(dtype))
-    names = spec.partition[spec.gather_dim - len(spec.shape)]
-    # Axis by axis, the last first. XLA:TPU turns one gather over all axes into an all-reduce of
-    # twice the bytes where the shards do not fill its tiles, as 1/256 of 7168 rows does not.
-    for name in reversed((names,) if isinstance(names, str) else names):
-        shard = lax.all_gather(shard, name, axis=spec.gather_dim, tiled=True)
-    return shard
 
 
 def sequence_axis() -> str | None:

@@ -8,12 +8,11 @@ turn, so that while one micro-batch waits for the network the other computes:
     compute        attention 0  attention 1  experts 0   experts 1
     communication  combine 1    dispatch 0   dispatch 1  combine 0
                    (last layer)
-    weights        the next layer's          and the rest of them
+    weights        the experts'              the next layer's others
 
 The last micro-batch's combine has nothing left to run under in its own layer, so it is *carried*:
-it runs at the start of the next layer. Weights are gathered one layer ahead.
-The backward pass is the mirror image: what was not kept is computed again first, each stage is
-turned around by its own vjp, and weight gradients are scattered one layer later.
+it runs at the start of the next layer. The backward pass is the mirror image: what was not kept is
+computed again first, and each stage is turned around by its own vjp.
 
 What ties an order down is `lax.optimization_barrier`: a turn of the compute chain waits for the
 turn before it in that chain, a turn of the communication chain for its own predecessor, and
@@ -22,7 +21,7 @@ and the chain goes on after the window only when the transfer has ended.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import pydantic
@@ -96,20 +95,23 @@ class Window:
     Attributes:
       first: the first of them.
       last: the last of them.
+      own: whether they are this layer's. If not, weights are those of the layer that comes next,
+        gradients those of the layer that came before, in the order of the pass.
     """
 
     first: int
     last: int
+    own: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Travel:
-    """When weights travel one layer ahead, and their gradients one layer later: for each group.
+    """When weights travel, and their gradients: for each group.
 
     Attributes:
-      forward: of the next layer's weights, in the forward turns.
-      backward: of the same, in the backward turns.
-      gradients: of the layer's gradients, in the backward turns.
+      forward: of weights, in the forward turns.
+      backward: of weights, in the backward turns.
+      gradients: of gradients, in the backward turns.
     """
 
     forward: tuple[Window, ...]
@@ -125,7 +127,7 @@ class Order:
       forward, backward: the turns; the backward pass begins a stage that is not kept by a
         forward turn.
       travel: when weights and gradients do; None: when the layer needs or has them.
-      carried: the last micro-batch's last stage is that of the layer before.
+      carried: the last micro-batch's tail is that of the layer before.
     """
 
     forward: tuple[Turn, ...]
@@ -146,69 +148,139 @@ def sequential(stages: Sequence[Stage], micro_batches: int) -> Order:
 
 
 def batch_split(
-    stages: Sequence[Stage], micro_batches: int, carried: bool = False, groups: int = 1
+    stages: Sequence[Stage],
+    micro_batches: int,
+    carried: bool = False,
+    groups: Sequence[Sequence[str]] = (),
 ) -> Order:
-    """Each stage for all micro-batches before the next one; `carried` as in `Order`.
+    """Each block for all micro-batches before the next one.
 
-    Backward, the last compute stage runs forward again right before it runs backward, which makes
-    one long piece of compute for each micro-batch, the most there is to hide transfers under.
+    Args:
+      stages: of the layer.
+      micro_batches: of a batch.
+      carried: as in `Order`.
+      groups: of weights that travel together, their keys; of weights that only the last stage that
+        reads any needs, and of others.
+
+    Backward, the last stage that reads weights runs forward again right before it runs backward,
+    which makes one long piece of compute for each micro-batch, the most there is to hide transfers
+    under.
     """
-    all_of = range(micro_batches)
-    heavy, last = _compute_stages(stages)[-1], len(stages) - 1
+    all_of, last = range(micro_batches), micro_batches - 1
+    heavy, blocks = _heavy(stages), _blocks(stages)
     tail = range(heavy + 1, len(stages))
+    transfers, lands = _by_chain(stages, tail)
     here = all_of[:-1] if carried else all_of  # micro-batches whose tail belongs to this layer
+    of = lambda some, m: [Turn(s, m) for s in some]  # noqa: E731
+    back = lambda some, m: [Turn(s, m, True) for s in reversed(some)]  # noqa: E731
 
-    forward = [Turn(last, micro_batches - 1)] if carried else []
-    forward += [Turn(s, m) for s in range(heavy + 1) for m in all_of]
-    forward += [Turn(s, m) for s in tail for m in here]
+    forward = of(transfers, last) if carried else []
+    for n, block in enumerate(blocks):
+        for m in all_of:
+            forward += of(lands, last) if carried and n == 0 and m == last else []
+            forward += of(block, m)
+    for m in all_of:
+        forward += of([heavy], m) + (of(transfers, m) if m in here else [])
+    forward += [turn for m in here for turn in of(lands, m)]
 
+    again = lambda some, m: of([s for s in some if not stages[s].save], m)  # noqa: E731
     tail_is_kept = all(stages[s].save for s in tail)
-    tail_forward = {m: [Turn(s, m) for s in tail if not stages[s].save] for m in here}
-    tail_backward = {m: [Turn(s, m, True) for s in reversed(tail)] for m in here}
-    backward = []
-    if tail_is_kept:
-        backward += [turn for m in reversed(here) for turn in tail_backward[m]]
-    backward += [Turn(s, m) for s in range(heavy) if not stages[s].save for m in reversed(all_of)]
+    backward = [turn for m in reversed(here) for turn in back(tail, m)] if tail_is_kept else []
+    for block in blocks:
+        for m in reversed(all_of):
+            backward += again(block, m)
     for m in reversed(all_of):
-        backward += [] if stages[heavy].save else [Turn(heavy, m)]
-        if not tail_is_kept:
-            backward += tail_forward[m] + tail_backward[m]
-        backward.append(Turn(heavy, m, True))
-    backward += [Turn(s, m, True) for s in reversed(range(heavy)) for m in reversed(all_of)]
-    backward += [Turn(last, micro_batches - 1, True)] if carried else []
+        backward += again([heavy], m)
+        backward += [] if tail_is_kept else again(tail, m) + back(tail, m)
+        backward += back([heavy], m)
+        backward += back(_by_chain(stages, blocks[-1])[0], m) if blocks else []
+    for n, block in reversed(list(enumerate(blocks))):
+        for m in reversed(all_of):
+            backward += back(_by_chain(stages, block)[1], m)
+            backward += back(_by_chain(stages, blocks[n - 1])[0], m) if n else []
+            backward += back(tail, m) if carried and n == 0 and m == last else []
     travel = _travel(stages, micro_batches, forward, backward, groups)
     return Order(tuple(forward), tuple(backward), travel, carried)
 
 
 def _travel(stages, micro_batches, forward, backward, groups):
-    """The last of several groups under the first compute stage, the others under the last one.
+    """When each group travels.
 
-    Either has about half of the compute, and what tokens wait for travels in between.
+    A group that only the heavy stage needs is gathered under the first block, and its gradients
+    are scattered there. Others are needed at once; they are gathered a layer ahead, and scattered a
+    layer later, under the heavy stage. So nearly all weights have their place in memory to
+    themselves when they arrive.
+
+    Transfers share a queue, and end in the order in which they start. A window that ended where
+    tokens land would leave their order open; so none does, if the stages allow it.
     """
-    compute, last = _compute_stages(stages), micro_batches - 1
-    light, heavy = compute[0], compute[-1]
+    heavy, blocks, last = _heavy(stages), _blocks(stages), micro_batches - 1
+    light = _by_chain(stages, blocks[0])[1] if blocks else []
+    early = {name for stage in stages[:heavy] for name in stage.weights}
+    is_compute = [s for s, stage in enumerate(stages) if stage.chain == "compute"]
 
-    def window(turns, test, otherwise=None):
-        found = [n for n, turn in enumerate(turns) if test(turn)]
-        return Window(found[0], found[-1]) if found else otherwise
+    def window(turns, some, micro_batches, own=False, backward=None):
+        found = [
+            n
+            for n, turn in enumerate(turns)
+            if turn.stage in some
+            and turn.micro_batch in micro_batches
+            and (backward is None or turn.backward == backward)
+        ]
+        return Window(found[0], found[-1], own) if found else None
 
-    def heavy_of(turns, m):
-        return window(turns, lambda turn: (turn.stage, turn.micro_batch) == (heavy, m))
+    def and_the_next(window):
+        later = [n for n, turn in enumerate(backward) if turn.stage in is_compute]
+        following = min((n for n in later if n > window.last), default=window.last)
+        return dataclasses.replace(window, last=following)
 
-    others = groups if groups == 1 or light == heavy else groups - 1
-    under_heavy = heavy_of(forward, 0), heavy_of(backward, 0), heavy_of(backward, last)
-    of_groups = [[under] * others for under in under_heavy]
-    if others < groups:
-        of_groups[0].append(window(forward, lambda turn: turn.stage == light))
-        of_groups[1].append(window(backward, lambda turn: turn == Turn(light, last, True)))
-        is_again = lambda turn: turn.stage in compute[:-1] and not turn.backward  # noqa: E731
-        of_groups[2].append(window(backward, is_again, otherwise=under_heavy[2]))
-    return Travel(*map(tuple, of_groups))
+    windows = []
+    late = 0  # groups of that kind so far: each has a micro-batch's turns to itself
+    for names in groups:
+        if light and not early & set(names):
+            m = late % micro_batches
+            late += 1
+            before, back = [m], [last - m]
+            windows.append(
+                (
+                    window(forward, light[:-1] or light, before, own=True),
+                    # Where nothing runs again before it is needed, a layer ahead.
+                    window(backward, light[:-1] or light, back, own=True, backward=False)
+                    or window(backward, light, back, backward=True),
+                    window(backward, light, back, own=True, backward=True),
+                )
+            )
+        else:
+            windows.append(
+                (
+                    window(forward, [heavy], range(micro_batches)),
+                    and_the_next(window(backward, [heavy], [0])),
+                    and_the_next(window(backward, [heavy], [last])),
+                )
+            )
+    return Travel(*map(tuple, zip(*windows, strict=True))) if windows else Travel((), (), ())
 
 
-def _compute_stages(stages: Sequence[Stage]) -> list[int]:
-    """The numbers of the stages of the compute chain."""
-    return [s for s, stage in enumerate(stages) if stage.chain == "compute"]
+def _heavy(stages: Sequence[Stage]) -> int:
+    """The number of the last stage that reads weights; if none does, of the last stage."""
+    return max((s for s, stage in enumerate(stages) if stage.weights), default=len(stages) - 1)
+
+
+def _blocks(stages: Sequence[Stage]) -> list[list[int]]:
+    """The stages before the heavy one, cut where compute follows a transfer."""
+    blocks: list[list[int]] = []
+    for s in range(_heavy(stages)):
+        follows = s and stages[s - 1].chain == "communication"
+        if not s or (follows and stages[s].chain == "compute"):
+            blocks.append([])
+        blocks[-1].append(s)
+    return blocks
+
+
+def _by_chain(stages: Sequence[Stage], some: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Of some stages those of the communication chain, and those of the compute chain."""
+    transfers = [s for s in some if stages[s].chain == "communication"]
+    return transfers, [s for s in some if s not in transfers]
 
 
 def _same(tree: Tree) -> Tree:
@@ -220,15 +292,17 @@ class WeightGroup:
     """Weights that travel together.
 
     Attributes:
-      shards: keys of the layer's shards that `gather` reads.
-      weights: keys of the weights that it returns, as the stages read them.
-      gather: a dict of the shards -> a dict of the weights. Its transpose scatters their
+      shards: keys of the layer's shards that `prepare` reads.
+      weights: keys of the weights that `gather` returns, as the stages read them.
+      prepare: a dict of the shards -> what travels: all that can be done before.
+      gather: what travels -> a dict of the weights: transfers. Its transpose scatters their
         gradients.
     """
 
     shards: tuple[str, ...]
     weights: tuple[str, ...]
-    gather: Callable[[dict[str, Tree]], dict[str, Tree]]
+    prepare: Callable[[dict[str, Tree]], Tree]
+    gather: Callable[[Tree], dict[str, Tree]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,10 +313,10 @@ class Layer:
       stages: first to last; the last one's carry has the structure of the first one's input.
       groups: of the weights; each travels as `Order.travel` says.
       schedule: sequential or batch split.
-      idle: makes of a carry that enters a layer one from which the last stage makes that carry,
-        of the structure that the last stage expects: so the first layer finds a last stage to run
-        that does nothing. That stage must read no weights and have `save`. None: no last stage is
-        carried into the next layer.
+      idle: makes of a carry that enters a layer one from which its *tail*, the stages after the
+        last one that reads weights, makes that carry, of the structure that the tail expects: so
+        the first layer finds a tail to run that does nothing. Each stage of the tail must have
+        `save`. None: no tail is carried into the next layer.
       pack, unpack: a tree of weights or of a carry, less what need not be held (zeros that only
         stand for a gradient), and the inverse.
     """
@@ -255,14 +329,21 @@ class Layer:
     unpack: Callable[[Tree], Tree] = _same
 
     def __post_init__(self):
-        last = self.stages[-1]
-        if self.idle and (last.weights or not last.save):
-            raise ValueError(f"stage {last.name}: one that is carried reads no weights, has save")
+        for stage in self.tail if self.idle else ():
+            if not stage.save:
+                raise ValueError(f"stage {stage.name}: one that is carried must have save")
+
+    @property
+    def tail(self) -> tuple[Stage, ...]:
+        """The stages after the last one that reads weights."""
+        return self.stages[_heavy(self.stages) + 1 :]
 
     def order(self, layers: int) -> Order:
         """The order for a stack of that many layers."""
         micro_batches = self.schedule.micro_batches
         if not self.schedule.use_batch_split_schedule:
             return sequential(self.stages, micro_batches)
-        carried = self.idle is not None and layers > 1
-        return batch_split(self.stages, micro_batches, carried, len(self.groups))
+        carried = bool(self.idle and self.tail) and layers > 1
+        return batch_split(
+            self.stages, micro_batches, carried, [group.weights for group in self.groups]
+        )

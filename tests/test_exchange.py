@@ -12,7 +12,7 @@ from jax import numpy as jnp
 from octablox import fp8
 from octablox.fp8 import RECIPES
 from octablox.mesh import AXES
-from octablox.moe import all_to_all, dispatch, overflow
+from octablox.moe import all_to_all, dispatch, exchange, overflow
 
 # Recipes whose activations have scales of single rows: these travel, and nothing is cast twice.
 BY_ROW = "fp8_full", "fp8_blockwise", "mxfp8", "int8"
@@ -111,6 +111,25 @@ def test_all_to_all_equals_the_ring(recipe, fsdp, expert, settings):
     assert distance(got, expected) <= (3e-6 if recipe == "bf16" else 1e-2)
 
 
+def test_a_gradient_is_quantized_where_it_leaves_and_opened_where_it_comes():
+    """To the bit what its cast makes of it; what stands for it is no array that a loop holds."""
+    rng = np.random.default_rng(0)
+    x, grad = (jnp.asarray(rng.normal(size=(16, 64)), jnp.float32) for _ in range(2))
+
+    held = fp8.without_masters(fp8.quantize_grads(x))
+    assert [leaf.shape for leaf in jax.tree.leaves(held)] == [x.shape]
+    structures = map(jax.tree.structure, (fp8.with_masters(held), fp8.quantize_grads(x)))
+    assert len(set(structures)) == 1
+
+    way = exchange.Ring()
+    value, pull = jax.vjp(lambda x: exchange.unpermute(fp8.quantize_grads(x), way), x)
+    np.testing.assert_array_equal(value, x)
+    (got,) = pull(grad)
+    expected = fp8.dequantize(fp8.quantize(grad, fp8.WIRE_GRAD, contracted=1))
+    np.testing.assert_array_equal(got, expected)
+    assert float(jnp.abs(got - grad).max()) > 0  # it was cast
+
+
 def test_slots_of_an_all_to_all():
     """Each token once to each device of its experts, in order; back, each copy's device summed."""
     tokens, k, devices, experts = 6, 3, 4, 8
@@ -121,8 +140,9 @@ def test_slots_of_an_all_to_all():
 
     def shard(chosen, x):
         way, arrived = all_to_all.plan(chosen, experts // devices)
-        spread = way.spread(x)
-        return arrived, spread, way.collect(spread), way.order.group_sizes, way.received
+        spread = way.there(way.permute(x))
+        back = way.unpermute(way.back(spread))
+        return arrived, spread, back, way.order.group_sizes, way.received
 
     mesh = tiny_model.mesh(1, 1, devices)
     spec = jax.P(AXES)

@@ -61,8 +61,8 @@ def tokens(load="random", seed=1):
 
 def gather(kernel, shards, health):
     return {
-        "gate_up": kernel.gather_gate_up(shards["gate_up"], health[0]),
-        "down": kernel.gather_down(shards["down"], health[1]),
+        "gate_up": kernel.gathered("gate_up", shards["gate_up"], health[0]),
+        "down": kernel.gathered("down", shards["down"], health[1]),
     }
 
 

@@ -29,15 +29,15 @@ T, D, F, LAYERS = 8, 16, 32, 3
 SPLITS = {"sequential": (False, False), "batch split": (True, False), "carried": (True, True)}
 ORDERS = pytest.mark.parametrize("order", SPLITS)
 GROUPS = ("gate", "up"), ("down", "wa", "unused")
-NAMES = "attend", "dispatch", "experts", "combine"
+NAMES = "attend", "dispatch", "experts", "combine", "unpermute"
 # Which stages keep their residuals.
 SAVES = {
     "full": "",
     "minimal": "dispatch",
-    "none": "attend dispatch experts combine",
+    "none": "attend dispatch experts combine unpermute",
     "first": "attend",
     "middle": "dispatch experts",
-    "last": "combine",
+    "last": "combine unpermute",
     "apart": "attend experts",
 }
 
@@ -60,11 +60,15 @@ def stages(save=""):
 
     def combine(weights, context, carry):
         del weights, context
-        return carry["x"] + carry["rows"][carry["back"]]
+        return {"x": carry["x"], "rows": carry["rows"][carry["back"]]}
 
-    kinds = ("wa",), (), ("gate", "up", "down"), ()
-    chains = "compute", "communication", "compute", "communication"
-    functions = attend, dispatch, experts, combine
+    def unpermute(weights, context, carry):
+        del weights, context
+        return carry["x"] + carry["rows"]
+
+    kinds = ("wa",), (), ("gate", "up", "down"), (), ()
+    chains = "compute", "communication", "compute", "communication", "compute"
+    functions = attend, dispatch, experts, combine, unpermute
     return tuple(
         Stage(name, fn, weights, chain, save=name in save.split())
         for name, fn, weights, chain in zip(NAMES, functions, kinds, chains, strict=True)
@@ -86,13 +90,13 @@ def idle(x):
     return {"x": x, "rows": jnp.zeros_like(x), "back": jnp.arange(T)}
 
 
-def layer_of(order, save, micro_batches=2, gather=lambda shards: shards):
+def layer_of(order, save, micro_batches=2, prepare=dict, gather=dict):
     split, carried = SPLITS[order]
     config = ScheduleConfig(use_batch_split_schedule=split, batch_split_factor=micro_batches)
-    groups = tuple(WeightGroup(names, names, gather) for names in GROUPS)
+    groups = tuple(WeightGroup(names, names, prepare, gather) for names in GROUPS)
     chain = stages(save)
-    if carried:  # the last stage must be kept
-        chain = (*chain[:-1], dataclasses.replace(chain[-1], save=True))
+    if carried:  # the tail must be kept
+        chain = (*chain[:3], *(dataclasses.replace(stage, save=True) for stage in chain[3:]))
     return Layer(chain, groups, config, idle=idle if carried else None)
 
 
@@ -198,7 +202,7 @@ def kept_shapes(order, save):
 def test_what_each_policy_keeps(order):
     """Per micro-batch and layer; nothing of the size of a weight ever."""
     full, minimal, none = (kept_shapes(order, SAVES[save]) for save in ("full", "minimal", "none"))
-    indices = [(LAYERS, T, 1)] * 2 if order == "carried" else []  # combine is always kept
+    indices = [(LAYERS, T, 1)] * 2 if order == "carried" else []  # the tail is always kept
     assert full == [(LAYERS, T, D)] * 2 + indices
     # The layer's input, and dispatch's outputs: x, rows and the 8-bit copy; its indices, twice.
     assert minimal.count((LAYERS, T, D)) == 2 + 3 * 2
@@ -250,14 +254,14 @@ def computed_stages(order, save):
 @pytest.mark.parametrize("order", ["sequential", "batch split"])
 def test_what_runs_twice(order):
     """Times that a stage runs for two micro-batches: forward, and again where it was not kept."""
-    assert computed_stages(order, SAVES["none"]) == [2, 2, 2, 2]
-    assert computed_stages(order, SAVES["minimal"]) == [4, 2, 4, 4]
-    assert computed_stages(order, SAVES["full"]) == [4, 4, 4, 4]
+    assert computed_stages(order, SAVES["none"]) == [2, 2, 2, 2, 2]
+    assert computed_stages(order, SAVES["minimal"]) == [4, 2, 4, 4, 4]
+    assert computed_stages(order, SAVES["full"]) == [4, 4, 4, 4, 4]
 
 
-def test_what_runs_twice_when_combine_is_carried():
-    """Combine runs once more, for the last micro-batch after the last layer."""
-    assert computed_stages("carried", SAVES["minimal"]) == [4, 2, 4, 3]
+def test_what_runs_twice_when_the_tail_is_carried():
+    """It runs once more, for the last micro-batch after the last layer."""
+    assert computed_stages("carried", SAVES["minimal"]) == [4, 2, 4, 3, 3]
 
 
 def turns(text):
@@ -270,39 +274,57 @@ def turns(text):
 
 
 def test_the_sequential_order():
-    order = sequential(stages("combine"), 2)
-    one = "attend {0} dispatch {0} experts {0} "
-    assert order.forward == turns(
-        (one + "combine {0} ").format(0) + (one + "combine {0}").format(1)
-    )
-    back = one + "combine {0}' experts {0}' dispatch {0}' attend {0}' "
+    order = sequential(stages("combine unpermute"), 2)
+    one = "attend {0} dispatch {0} experts {0} combine {0} unpermute {0} "
+    assert order.forward == turns(one.format(0) + one.format(1))
+    back = "unpermute {0}' combine {0}' experts {0}' dispatch {0}' attend {0}' "
+    back = "attend {0} dispatch {0} experts {0} " + back
     assert order.backward == turns(back.format(1) + back.format(0))
 
 
 def test_the_batch_split_order():
-    order = batch_split(stages("combine"), 2, carried=True, groups=2)
+    order = batch_split(stages("combine unpermute"), 2, carried=True, groups=GROUPS)
     assert order.forward == turns(
-        "combine 1 attend 0 attend 1 dispatch 0 dispatch 1 experts 0 experts 1 combine 0"
+        "combine 1 attend 0 dispatch 0 unpermute 1 attend 1 dispatch 1 experts 0 combine 0 "
+        "experts 1 unpermute 0"
     )
     assert order.backward == turns(
-        "combine 0' attend 1 attend 0 dispatch 1 dispatch 0 experts 1 experts 1' experts 0 "
-        "experts 0' dispatch 1' dispatch 0' attend 1' attend 0' combine 1'"
+        "unpermute 0' combine 0' attend 1 dispatch 1 attend 0 dispatch 0 experts 1 experts 1' "
+        "dispatch 1' experts 0 experts 0' dispatch 0' attend 1' unpermute 1' combine 1' attend 0'"
     )
     assert order.carried
-    # Of each group: the first under experts, the last under attention.
+    # Gate and up, which only experts need, under attention; the others, a layer ahead or later,
+    # under experts.
     assert order.travel == Travel(
-        forward=(Window(5, 5), Window(1, 2)),
-        backward=(Window(7, 8), Window(11, 11)),
-        gradients=(Window(5, 6), Window(1, 2)),
+        forward=(Window(1, 1, own=True), Window(6, 8)),
+        backward=(Window(2, 2, own=True), Window(9, 12)),
+        gradients=(Window(12, 12, own=True), Window(6, 9)),
     )
 
 
-def test_gradients_travel_under_the_experts_where_nothing_runs_again_before_them():
-    travel = batch_split(stages("attend dispatch"), 2, groups=2).travel
-    assert travel.gradients[0] == travel.gradients[1]
-    one_group = batch_split(stages("combine"), 2).travel
-    assert len(one_group.forward) == 1
-    assert one_group.gradients == (Window(6, 7),)  # no combine is carried: a turn later
+def test_each_group_that_only_experts_need_has_a_micro_batch_to_itself():
+    groups = ("gate",), ("up", "down"), ("wa", "unused")
+    travel = batch_split(stages("combine unpermute"), 2, carried=True, groups=groups).travel
+    assert travel.forward == (Window(1, 1, own=True), Window(4, 4, own=True), Window(6, 8))
+    assert travel.gradients[:2] == (Window(12, 12, own=True), Window(15, 15, own=True))
+
+
+def test_windows_end_before_tokens_are_taken_in():
+    """What follows the last stage before a transfer may wait for tokens; weights are there then."""
+    first, *rest = stages("combine unpermute")
+    route = dataclasses.replace(first, name="route", weights=())
+    order = batch_split((first, route, *rest), 2, carried=True, groups=GROUPS)
+    window = order.travel.forward[0]
+    assert order.forward[window.last] == Turn(0, 0)
+    assert order.forward[window.last + 1] == Turn(1, 0)
+
+
+def test_weights_are_gathered_a_layer_ahead_where_nothing_runs_again_before_they_are_needed():
+    order = batch_split(stages("attend dispatch"), 2, groups=GROUPS)
+    attend_back = order.backward.index(Turn(0, 1, True))
+    window = Window(attend_back, attend_back)
+    assert order.travel.backward[0] == window
+    assert order.travel.gradients[0] == dataclasses.replace(window, own=True)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
@@ -311,7 +333,7 @@ def test_gradients_travel_under_the_experts_where_nothing_runs_again_before_them
 def test_an_order_runs_every_stage_once_and_backward_once(order, save, micro_batches):
     layer = layer_of(order, save, micro_batches)
     got = layer.order(LAYERS)
-    every = list(itertools.product(range(4), range(micro_batches)))
+    every = list(itertools.product(range(5), range(micro_batches)))
     assert sorted((turn.stage, turn.micro_batch) for turn in got.forward) == every
     pulls = [(turn.stage, turn.micro_batch) for turn in got.backward if turn.backward]
     again = [(turn.stage, turn.micro_batch) for turn in got.backward if not turn.backward]
@@ -324,7 +346,7 @@ def test_a_single_layer_carries_nothing():
 
 
 def test_error_of_an_idle_stage_that_is_not_kept():
-    with pytest.raises(ValueError, match="stage combine: one that is carried reads no weights"):
+    with pytest.raises(ValueError, match="stage combine: one that is carried must have save"):
         Layer(stages(""), (), ScheduleConfig(), idle=idle)
 
 
@@ -336,11 +358,12 @@ def barriers(order, save):
 
 @pytest.mark.parametrize("order", ["batch split", "sequential"])
 def test_every_turn_waits_for_the_one_before_in_its_chain(order):
-    """A barrier for each of 4 stages x 2 micro-batches, and for each transfer of weights."""
-    transfers = 2 + 4 if order == "batch split" else 0  # gathers forward; gathers and scatters
-    assert barriers(order, SAVES["none"]) == 8 + 8 + transfers
-    assert barriers(order, SAVES["minimal"]) == 8 + 6 + 8 + transfers
-    assert barriers(order, SAVES["full"]) == 8 + 8 + 8 + transfers
+    """A barrier for each of 5 stages x 2 micro-batches, and for each transfer of weights."""
+    # Gathers, each prepared before it, forward and backward; scatters.
+    transfers = 2 * 2 * 2 + 2 if order == "batch split" else 0
+    assert barriers(order, SAVES["none"]) == 10 + 10 + transfers
+    assert barriers(order, SAVES["minimal"]) == 10 + 8 + 10 + transfers
+    assert barriers(order, SAVES["full"]) == 10 + 10 + 10 + transfers
 
 
 def test_a_barrier_holds_the_turn_before_of_its_own_chain():
@@ -359,19 +382,20 @@ def test_a_barrier_holds_the_turn_before_of_its_own_chain():
         for line in str(jaxpr).splitlines()
         if "optimization_barrier" in line
     ]
-    # a0 has nothing before it, a1 waits for a0; b0 for nothing, b1 for b0; c0 for a1, c1 for c0.
-    assert sizes == [1, 2, 1, 2, 2, 2]
+    # a0 has nothing before it, nor b0; a1 waits for a0, b1 for b0; c0 for a1, c1 for c0.
+    assert sizes == [1, 1, 2, 2, 2, 2]
 
 
-def test_weights_travel_a_layer_ahead():
-    """Layer n gathers layer n + 1's weights under its own attention and experts."""
+def test_weights_travel_before_they_are_needed():
+    """Gate and up under attention, in their own layer; those of attention a layer ahead."""
     seen = []
 
-    def gather(shards):
-        seen.append("gather " + " ".join(sorted(shards)))
-        return shards
+    def spy(what):
+        return lambda shards: (seen.append(f"{what} " + " ".join(sorted(shards))), shards)[1]
 
-    layer = layer_of("batch split", SAVES["minimal"], gather=gather)
+    layer = layer_of(
+        *("batch split", SAVES["minimal"]), prepare=spy("prepare"), gather=spy("gather")
+    )
     spied = tuple(
         dataclasses.replace(
             stage, fn=lambda *a, stage=stage: (seen.append(stage.name), stage.fn(*a))[1]
@@ -382,11 +406,13 @@ def test_weights_travel_a_layer_ahead():
     layer = dataclasses.replace(layer, stages=spied)
     jax.make_jaxpr(lambda xs: run_layers(layer, weights, contexts, xs))(xs)
     first, in_layer = seen[:2], seen[2:]
-    gate_up, rest = "gather gate up", "gather down unused wa"
-    assert first == [gate_up, rest]
+    gate_up, rest = "gate up", "down unused wa"
+    assert first == [f"prepare {rest}", f"gather {rest}"]
     assert in_layer == [
-        *(rest, "attend", "attend", "dispatch", "dispatch"),
-        *(gate_up, "experts", "experts", "combine", "combine"),
+        *(f"prepare {gate_up}", f"gather {gate_up}", "attend", "dispatch"),
+        *(f"prepare {rest}", "attend", "dispatch"),
+        *(f"gather {rest}", "experts", "combine", "experts", "combine"),
+        *("unpermute", "unpermute"),
     ]
 
 

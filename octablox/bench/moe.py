@@ -92,8 +92,8 @@ def _ours(config, recipe):
     def local(weights, x, sizes):
         health = vary(experts.new_health())
         gathered = {
-            "gate_up": kernel.gather_gate_up(weights["gate_up"], health[0]),
-            "down": kernel.gather_down(weights["down"], health[1]),
+            "gate_up": kernel.gathered("gate_up", weights["gate_up"], health[0]),
+            "down": kernel.gathered("down", weights["down"], health[1]),
         }
         ones = vary(jnp.ones(x.shape[0], x.dtype))
         return kernel.apply(gathered, x, ones, sizes, health)

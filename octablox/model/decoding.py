@@ -92,8 +92,8 @@ def _moe_weights(shards, settings):
         kernel = Experts(settings.moe, settings.recipe, settings.dtype)
         of_experts = shards["experts"]
         quantized = {
-            "gate_up": kernel.gather_gate_up(of_experts["gate_up"], weights["health"][0]),
-            "down": kernel.gather_down(of_experts["down"], weights["health"][1]),
+            "gate_up": kernel.gathered("gate_up", of_experts["gate_up"], weights["health"][0]),
+            "down": kernel.gathered("down", of_experts["down"], weights["health"][1]),
         }
         weights |= fp8.without_masters(quantized)
     return weights

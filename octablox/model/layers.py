@@ -1,10 +1,11 @@
 """The two kinds of layers as stages: with a dense MLP, and with a mixture of experts.
 
     dense:  attention                      -> mlp
-    moe:    attention -> route -> dispatch -> experts -> combine
+    moe:    attention -> route -> permute -> dispatch -> experts -> combine -> unpermute
 
 A carry is a dict of this micro-batch's arrays on this device; `x` is the residual stream
-[B, S, D]. Stages other than dispatch and combine need no network.
+[B, S, D]. Dispatch and combine are transfers and nothing else; the other stages need no network
+but for a few bytes (permute: how many tokens go where, and which).
 
 Shapes: B sequences, S tokens, D model width, T = B*S tokens of this device, R rows.
 """
@@ -21,7 +22,15 @@ from jaxtyping import Array, Float
 from octablox import fp8
 from octablox.fp8 import Quantized, Recipe
 from octablox.layer_scan import merge_by_gradient, split_by_gradient
-from octablox.mesh import ParamSpec, gather, norm_weight, sequence_axis, vary, weight
+from octablox.mesh import (
+    ParamSpec,
+    gather_over_first,
+    gather_over_others,
+    norm_weight,
+    sequence_axis,
+    vary,
+    weight,
+)
 from octablox.model import attention
 from octablox.model.attention import rms_norm
 from octablox.model.config import ModelConfig
@@ -99,7 +108,11 @@ def dense_layer(settings: Settings) -> Layer:
     stages = (_attention_stage(settings, save), Stage("mlp", mlp, ("mlp",), save=save))
     specs = dense_layer_specs(settings.model)
     names = tuple(specs)
-    whole = WeightGroup(names, names, lambda shards: gather(specs, shards, settings.dtype))
+    whole = WeightGroup(
+        *(names, names),
+        prepare=lambda shards: gather_over_others(specs, shards, settings.dtype),
+        gather=lambda parts: gather_over_first(specs, parts),
+    )
     return Layer(stages, (whole,), settings.schedule)
 
 
@@ -114,10 +127,12 @@ def moe_layer(settings: Settings) -> Layer:
     stages = (
         _attention_stage(settings, none, offload),
         Stage("route", moe.route, ("router",), save=none),
-        Stage("dispatch", moe.dispatch, ("health",), "communication", minimal, offload),
+        Stage("permute", moe.permute, ("health",), save=minimal, offload=offload),
+        Stage("dispatch", moe.dispatch, (), "communication", minimal, offload),
         Stage("experts", moe.experts, ("gate_up", "down", *probes, *shared), save=none),
-        # Linear: it keeps nothing.
+        # Linear: these keep nothing but who goes where.
         Stage("combine", moe.combine, (), "communication", save=True),
+        Stage("unpermute", moe.unpermute, (), save=True),
     )
     return Layer(
         stages,
@@ -137,26 +152,39 @@ def moe_shards(weights: dict, health: jax.Array, overflow: jax.Array) -> dict:
 
 
 def _weight_groups(settings, dense, probes):
-    """Two groups: gate and up; and all the rest, which is about as much on the wire."""
-    specs = moe_layer_specs(settings.model, settings.moe)
+    """The experts' two weights, the smaller one first, and all the rest.
+
+    The first micro-batch's attention also has the last layer's results to hide.
+    """
+    specs = {name: moe_layer_specs(settings.model, settings.moe)[name] for name in dense}
+    of_router = {"router": moe_layer_specs(settings.model, settings.moe)["router"]}
     kernel = _kernel(settings)
 
-    def gate_up(shards):
-        return {"gate_up": kernel.gather_gate_up(shards["gate_up"], _health(settings, shards)[0])}
+    def of_experts(n, name):
+        def prepare(shards):
+            return kernel.prepare(name, shards[name], _health(settings, shards)[n])
 
-    def rest(shards):
+        gather = lambda prepared: {name: kernel.gather(name, prepared)}  # noqa: E731
+        return WeightGroup((name, "health"), (name,), prepare, gather)
+
+    def prepare(shards):
+        parts = gather_over_others(specs, _pick(shards, specs), settings.dtype)
+        router = gather_over_others(of_router, _pick(shards, of_router), jnp.float32)
+        return {**parts, **router, **_pick(shards, probes)}
+
+    def gather(parts):
         return {
-            **{name: gather(specs[name], shards[name], settings.dtype) for name in dense},
-            "router": gather(specs["router"], shards["router"], jnp.float32),
-            "down": kernel.gather_down(shards["down"], _health(settings, shards)[1]),
-            **{name: shards[name] for name in probes},
+            **gather_over_first(specs | of_router, _pick(parts, specs | of_router)),
+            **_pick(parts, probes),
         }
 
-    names = (*dense, "router", "down", *probes)
-    return (
-        WeightGroup(("gate_up", "health"), ("gate_up",), gate_up),
-        WeightGroup(names, names, rest),
-    )
+    names = (*dense, "router", *probes)
+    gate_up, down = (of_experts(n, name) for n, name in enumerate(GEMMS))
+    return down, gate_up, WeightGroup(names, names, prepare, gather)
+
+
+def _pick(tree, names):
+    return {name: tree[name] for name in names}
 
 
 def _health(settings, of):
@@ -183,29 +211,33 @@ class _MoeStages:
         chosen, mix = router.route(h, gate, bias, moe, context["real"].reshape(-1))
         return {"x": x, "h": h, "chosen": chosen, "mix": mix}
 
-    def dispatch(self, weights, context, carry):
-        """Brings tokens of the expert axis here, and sorts their copies."""
+    def permute(self, weights, context, carry):
+        """Puts tokens where they leave from, and finds out in which order those that come will be.
+
+        The copies of the tokens that come are sorted by expert before they are there.
+        """
         del context
         moe, h = self.settings.moe, carry["h"]
         way, chosen = self._way(carry["chosen"])
-        if moe.fp8_dispatch:
-            cast = fp8.wire_cast(self.settings.recipe)
-            tokens = exchange.send(h, way, _health(self.settings, weights)[0], cast)
-        else:
-            tokens = way.spread(h)
+        cast = fp8.wire_cast(self.settings.recipe) if moe.fp8_dispatch else None
         order = sort_copies(chosen, moe.num_experts, _first_expert(moe))
         rows = self._buffer_rows(h.shape[0])
         few = rows < order.copy_of_row.shape[0]
-        windows = windows_for(_local_rows(order, moe), rows) if few else None
         return {
             "x": carry["x"],
             "h": h,
-            "tokens": tokens,
-            "mix": way.spread(carry["mix"]),
+            "tokens": exchange.permute(h, way, cast, _health(self.settings, weights)[0]),
+            "mix": exchange.permute(carry["mix"], way, None),
             "way": way,
             "order": order,
-            "windows": windows,
+            "windows": windows_for(_local_rows(order, moe), rows) if few else None,
         }
+
+    def dispatch(self, weights, context, carry):
+        """Tokens and how much each of their experts counts, to the devices of their experts."""
+        del weights, context
+        sent = {name: exchange.dispatch(carry[name], carry["way"]) for name in ("tokens", "mix")}
+        return carry | sent
 
     def experts(self, weights, context, carry):
         """The shared expert, and this device's experts on their rows."""
@@ -222,28 +254,38 @@ class _MoeStages:
             }
         )
         windows, sent = carry["windows"], {"x": x, "way": carry["way"]}
-        if windows is None:
-            return {**sent, "tokens": self._window(h.shape[0], 0, floats, others)}
         once = functools.partial(self._window, h.shape[0])
-        tokens = sum_over_windows(once, windows, floats, others)
-        overflowed = (windows > 1).astype(jnp.float32)
-        return {**sent, "tokens": counted(tokens, weights["overflow"], vary(overflowed))}
+        if windows is None:
+            tokens = once(0, floats, others)
+        else:
+            tokens = sum_over_windows(once, windows, floats, others)
+            overflowed = (windows > 1).astype(jnp.float32)
+            tokens = counted(tokens, weights["overflow"], vary(overflowed))
+        return {**sent, "tokens": self._with_grad(tokens)}
 
     def combine(self, weights, context, carry):
-        """Sums the results of all devices of the axis, each for its own tokens."""
+        """Results back to the devices whose tokens they are of."""
         del weights, context
-        quantize_grad = self.settings.moe.fp8_dispatch_grad
-        tokens = exchange.receive(carry["tokens"], carry["way"], quantize_grad)
-        return {"x": carry["x"] + tokens.reshape(carry["x"].shape)}
+        return carry | {"tokens": exchange.combine(carry["tokens"], carry["way"])}
+
+    def unpermute(self, weights, context, carry):
+        """Adds to each token its results."""
+        del weights, context
+        update = exchange.unpermute(carry["tokens"], carry["way"])
+        return {"x": carry["x"] + update.reshape(carry["x"].shape)}
 
     def idle(self, carry):
-        """A carry that `combine` turns into `carry`."""
+        """A carry of which `combine` and `unpermute` make `carry`."""
         x = carry["x"]
         local = math.prod(x.shape[:-1])
         tokens = vary(jnp.zeros((local * lax.axis_size("expert"), x.shape[-1]), x.dtype))
         k = self.settings.moe.num_experts_per_tok
         way = exchange.Ring() if self._is_ring() else all_to_all.idle(local, k)
-        return {"x": x, "way": way, "tokens": tokens}
+        return {"x": x, "way": way, "tokens": self._with_grad(tokens)}
+
+    def _with_grad(self, tokens):
+        """Results whose gradient comes in 8 bits, if it is to."""
+        return fp8.quantize_grads(tokens) if self.settings.moe.fp8_dispatch_grad else tokens
 
     def _is_ring(self):
         return self.settings.moe.use_ring_of_experts or lax.axis_size("expert") == 1

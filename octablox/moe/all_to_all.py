@@ -40,13 +40,21 @@ class AllToAll:
     order: CopyOrder
     received: Any
 
-    def spread(self, x: jax.Array) -> jax.Array:
-        """`x` [t, ...] of every sender's tokens in their slots, [T, ...]; others hold garbage."""
-        return _swap(dispatch(x, self.order), self.order.group_sizes, self.received)
+    def permute(self, x: jax.Array) -> jax.Array:
+        """`x` [t, ...] of this device's tokens, in their slots [T, ...]; others hold garbage."""
+        return dispatch(x, self.order)
 
-    def collect(self, x: jax.Array) -> jax.Array:
-        """`x` [T, D] of the slots: each token's sum over the devices it went to, [t, D]."""
-        return combine(_swap(x, self.received, self.order.group_sizes), self.order)
+    def unpermute(self, slots: jax.Array) -> jax.Array:
+        """Slots [T, D]: each token's sum over the devices it went to, [t, D]."""
+        return combine(slots, self.order)
+
+    def there(self, slots: jax.Array) -> jax.Array:
+        """Slots [T, ...] of every sender, to those of this device [T, ...]."""
+        return _swap(slots, self.order.group_sizes, self.received)
+
+    def back(self, came: jax.Array) -> jax.Array:
+        """The inverse of `there`."""
+        return _swap(came, self.received, self.order.group_sizes)
 
 
 def plan(chosen: Int[Array, "t k"], experts_of_a_device: int) -> tuple[AllToAll, Int[Array, "T k"]]:

@@ -69,31 +69,45 @@ class Experts:
     dtype: jnp.dtype
     down_recipe: Recipe | None = None
 
-    def gather_gate_up(
-        self, shard: Float[Array, "E D 2 F"], health: Float[Array, "4 H"] | None
+    def gathered(
+        self, name: str, shard: Float[Array, "E ..."], health: Float[Array, "4 H"] | None
     ) -> Quantized:
-        """One layer's gate and up [E, D, 2F] from its shard: quantized, then gathered over `fsdp`.
+        """One layer's weight `name` of `GEMMS` from its shard: quantized, then gathered over fsdp.
 
         Args:
-          shard: [E', D', 2, F'].
+          name: of the weight.
+          shard: [E', D', 2, F'] of gate_up, [E', F', D'] of down.
           health: see `gmm.new_health`; its gradient counts the weights' casts. None: no counts.
+
+        Returns:
+          Gate and up [E, D, 2F]; down [E, F, D].
         """
-        e, d, _, f = shard.shape
-        both = shard.reshape(e, d, 2 * f)
-        return self._gather(self.recipe, both, health, width_dim=2, parts=2)
+        return self.gather(name, self.prepare(name, shard, health))
 
-    def gather_down(
-        self, shard: Float[Array, "E F D"], health: Float[Array, "4 H"] | None
-    ) -> Quantized:
-        """One layer's down [E, F, D] from its shard [E', F', D'], see `gather_gate_up`."""
-        return self._gather(self._of_down, shard, health, width_dim=1, parts=1)
+    def prepare(
+        self, name: str, shard: Float[Array, "E ..."], health: Float[Array, "4 H"] | None
+    ) -> tuple[Quantized | Float[Array, "E ..."], Float[Array, "4 H"] | None]:
+        """What of `gathered` can be done before the transfer: what travels, and is counted then."""
+        how = self._how(name)
+        shard, health = jax.tree.map(vary, (shard.reshape(*shard.shape[:2], -1), health))
+        if how.blocks_straddle(shard):
+            return shard, health
+        return _quantize_shard(how, shard, health), None
 
-    def _gather(self, recipe, shard, health, *, width_dim, parts):
+    def gather(self, name: str, prepared: tuple) -> Quantized:
+        """The rest of `gathered`: the transfer."""
+        part, health = prepared
+        if isinstance(part, Quantized):
+            return _gather(self._how(name), part)
+        return _gather_and_quantize(self._how(name), part, health)
+
+    def _how(self, name):
+        recipe = self.recipe if name == "gate_up" else self._of_down
+        width_dim, parts = (2, 2) if name == "gate_up" else (1, 1)
         dim = 0 if self.config.shard_exp_on_fsdp else 3 - width_dim
         axes = {width_dim: self._width_axes, dim: EXPERT_SHARDS}
         dtypes = jnp.dtype(self.dtype), jnp.dtype(self.config.grad_dtype)
-        how = _Gather(recipe, *dtypes, dim, tuple(axes.items()), parts)
-        return _quantize_and_gather(how, *jax.tree.map(vary, (shard, health)))
+        return _Gather(recipe, *dtypes, dim, tuple(axes.items()), parts)
 
     def apply(
         self,
@@ -151,57 +165,105 @@ class _Gather:
     def __hash__(self) -> int:
         return hash((self.recipe.name, self.dtype, self.dim, self.axes, self.parts))
 
+    def blocks_straddle(self, shard: jax.Array) -> bool:
+        """Whether the weight's blocks do not fit its shards, so that those are gathered first."""
+        cast = self.recipe.weight
+        if cast is None:
+            return False
+        return not fp8.shards_hold_whole_blocks(shard.shape[self.dim], _block(cast, self.dim))
+
+    def over_fsdp(self, x: jax.Array) -> jax.Array:
+        """The shards of all devices as one."""
+        return lax.all_gather(x, axis_name=EXPERT_SHARDS, axis=self.dim, tiled=True)
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the gathered weight, by the shape of a shard."""
+        size = shape[self.dim] * lax.axis_size(EXPERT_SHARDS)
+        return (*shape[: self.dim], size, *shape[self.dim + 1 :])
+
+    def scattered(self, grad: jax.Array) -> jax.Array:
+        """The sum of the weight's gradients over the devices, each its own shard."""
+        return lax.psum_scatter(grad, EXPERT_SHARDS, scatter_dimension=self.dim, tiled=True)
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _quantize_and_gather(how, shard, health):
-    return _quantize_and_gather_forward(how, shard, health)[0]
+def _quantize_shard(how, shard, health):
+    return _quantize_shard_forward(how, shard, health)[0]
 
 
-def _quantize_and_gather_forward(how, shard, health):
-    """Quantizes first, so that 8 bits travel; blocks that straddle shards are gathered first."""
-    all_gather = functools.partial(
-        lax.all_gather, axis_name=EXPERT_SHARDS, axis=how.dim, tiled=True
-    )
-    cast, axes, counts = how.recipe.weight, dict(how.axes), new_counts()[0]
+def _quantize_shard_forward(how, shard, health):
+    """Quantizes before the transfer, so that 8 bits travel."""
+    cast, counts = how.recipe.weight, new_counts()[0]
     if cast is None:
-        value = all_gather(shard.astype(how.dtype))
-    elif _blocks_fit(cast, shard.shape[how.dim], how.dim):
-        q = fp8.quantize_weight(shard, cast, axes=axes, parts=how.parts)
-        counts = counts if health is None else counts_of(shard, q)
-        scale = all_gather(vary(q.scale)) if _scale_is_cut(cast, how.dim) else q.scale
-        value = QArray(all_gather(q.qvalue), scale, None, q.qtype)
+        value = shard.astype(how.dtype)
     else:
-        whole = all_gather(shard)
-        rest = {dim: names for dim, names in axes.items() if dim != how.dim}
-        value = fp8.quantize_weight(whole, cast, axes=rest, parts=how.parts)
-        if health is not None:
-            counts = counts_of(whole, value) / lax.axis_size(EXPERT_SHARDS)
-    shape = list(shard.shape)
-    shape[how.dim] *= lax.axis_size(EXPERT_SHARDS)
-    value = jax.tree.map(vary, value)
+        value = fp8.quantize_weight(shard, cast, axes=dict(how.axes), parts=how.parts)
+        counts = counts if health is None else counts_of(shard, value)
+        value = jax.tree.map(vary, value)
     counts = None if health is None else vary(counts)
-    return fp8.new_quantized(value, tuple(shape), how.grad_dtype), (counts, shard)
+    return fp8.new_quantized(value, shard.shape, how.grad_dtype), (counts, shard)
 
 
-def _quantize_and_gather_backward(how, residuals, grad):
+def _quantize_shard_backward(how, residuals, grad):
+    del how
     counts, shard = residuals
-    scattered = lax.psum_scatter(grad.master, EXPERT_SHARDS, scatter_dimension=how.dim, tiled=True)
-    grad = scattered.astype(shard.dtype)
+    return grad.master.astype(shard.dtype), _of_weight(counts)
+
+
+_quantize_shard.defvjp(_quantize_shard_forward, _quantize_shard_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(how, shard):
+    value = shard.q
+    if how.recipe.weight is None:
+        value = how.over_fsdp(value)
+    else:
+        is_cut = _scale_is_cut(how.recipe.weight, how.dim)
+        scale = how.over_fsdp(value.scale) if is_cut else value.scale
+        value = QArray(how.over_fsdp(value.qvalue), scale, None, value.qtype)
+    value = jax.tree.map(vary, value)
+    return fp8.new_quantized(value, how.whole(shard.shape), how.grad_dtype)
+
+
+_gather.defvjp(
+    lambda how, shard: (_gather(how, shard), None),
+    lambda how, residuals, grad: (Quantized(how.scattered(grad.master), None),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_and_quantize(how, shard, health):
+    return _gather_and_quantize_forward(how, shard, health)[0]
+
+
+def _gather_and_quantize_forward(how, shard, health):
+    whole, counts = how.over_fsdp(shard), None
+    rest = {dim: names for dim, names in how.axes if dim != how.dim}
+    value = fp8.quantize_weight(whole, how.recipe.weight, axes=rest, parts=how.parts)
+    if health is not None:
+        counts = vary(counts_of(whole, value) / lax.axis_size(EXPERT_SHARDS))
+    value = jax.tree.map(vary, value)
+    return fp8.new_quantized(value, how.whole(shard.shape), how.grad_dtype), (counts, shard)
+
+
+def _gather_and_quantize_backward(how, residuals, grad):
+    counts, shard = residuals
+    return how.scattered(grad.master).astype(shard.dtype), _of_weight(counts)
+
+
+_gather_and_quantize.defvjp(_gather_and_quantize_forward, _gather_and_quantize_backward)
+
+
+def _of_weight(counts):
+    """The gradient [4, H] of a health, of the counts [H] of a weight's cast."""
     if counts is None:
-        return grad, None
-    rest = [jnp.zeros_like(counts)] * (len(OPERANDS) - 1)
-    return grad, jnp.stack([counts, *rest])
-
-
-_quantize_and_gather.defvjp(_quantize_and_gather_forward, _quantize_and_gather_backward)
+        return None
+    return jnp.stack([counts, *[jnp.zeros_like(counts)] * (len(OPERANDS) - 1)])
 
 
 def _block(cast, dim):
     return (1, cast.tile[1], cast.tile[0])[dim]
-
-
-def _blocks_fit(cast, shard_size, dim):
-    return fp8.shards_hold_whole_blocks(shard_size, _block(cast, dim))
 
 
 def _scale_is_cut(cast, dim):
