@@ -194,7 +194,7 @@ class _Stack:
             return lambda total: self._put(total, scattered(), n)
         own, others = [], []
         for group, window in zip(self.layer.groups, self.travel.gradients, strict=True):
-            of = functools.partial(_pick, later or {}, group.weights)
+            of = functools.partial(_pick, later, group.weights)
             if window.own:
                 of = functools.partial(turns.weight_grads, group.weights)
             layer, done = (n, own) if window.own else (n + 1, others)
