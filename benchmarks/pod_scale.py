@@ -100,7 +100,8 @@ def plain_layers(keep: str):
     )
 
     def run(layer, shards, contexts, carries):
-        order = layer.order(1).forward
+        steps = layer.order(1).forward
+        order = [turn for step in steps for turn in (*step.communication, *step.compute)]
 
         def body(carries, shards):
             weights, carries = {}, list(carries)

@@ -58,6 +58,9 @@ def counts_of(
     error = some - q.qvalue[..., ::_SAMPLED, :].astype(jnp.float32)
     squares = [jnp.sum(jnp.where(jnp.isfinite(some), a * a, 0)) for a in (some, error)]
     sums = jnp.stack([count(saturated), count(flushed), count(nonzero), *squares])
+    # Alone behind a barrier, so that other sums do not become part of these: the same bits wherever
+    # a schedule adds them up.
+    sums = lax.optimization_barrier(sums)
     return jnp.concatenate([sums, _bucket(x if unscaled is None else unscaled)])
 
 

@@ -10,6 +10,7 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
+from octablox import computation
 from octablox.kernels import uninitialized, vary_like
 from octablox.schedule import Layer, Turn, Window
 
@@ -64,11 +65,11 @@ class _Stack:
 
         def body(state, n):
             carries, ahead = state
-            turns = _Forward(layer, contexts, keep)
-            turns.have(ahead if windows else self._gathered(shards, n))
-            ahead = self._gather_in(turns, windows, shards, n, n + 1)
-            carries = turns.run(self.order.forward, layer.unpack(carries))
-            return (layer.pack(carries), ahead), turns.kept
+            one = _Forward(layer, contexts, carries, keep)
+            one.have(ahead if windows else self._gathered(shards, n))
+            arrived = self._gather_in(one, windows, shards, n, n + 1)
+            one.run(self.order.forward, n)
+            return (one.carries, arrived()), one.kept()
 
         first = self._gathered(shards, 0, windows) if windows else None
         start = layer.pack(carries), first
@@ -94,13 +95,13 @@ class _Stack:
         def body(state, n_and_kept):
             grads, ahead, later, total = state
             n, kept = n_and_kept
-            turns = _Backward(self.layer, contexts, kept)
-            turns.have(ahead if windows else self._gathered(shards, n))
-            ahead = self._gather_in(turns, windows, shards, n, n - 1)
-            put = self._scatter_in(turns, shards, n, later)
-            grads = turns.run(self.order.backward, grads)
-            later = turns.weight_grads(later) if windows else None
-            return (grads, ahead, later, put(total)), None
+            one = _Backward(self.layer, contexts, grads, kept)
+            one.have(ahead if windows else self._gathered(shards, n))
+            arrived = self._gather_in(one, windows, shards, n, n - 1)
+            put = self._scatter_in(one, shards, n, later)
+            one.run(self.order.backward, n)
+            later = one.weight_grads(later) if windows else None
+            return (one.carries, arrived(), later, put(total)), None
 
         # Each layer's part is written once it is known.
         total = _uninitialized_like(shards)
@@ -121,13 +122,17 @@ class _Stack:
         n = jnp.clip(n, 0, self.length - 1)
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, n, 0, keepdims=False), shards)
 
-    def _gather(self, group, shards, n):
+    def _gather(self, group, shards, n, window=None):
         """How layer n's weights of a group come here."""
-        return _Transfer(
-            lambda: self._at(_pick(shards, group.shards), n),
-            lambda prepared: self.layer.pack(group.gather(prepared)),
-            group.prepare,
-        )
+        pack, unpack = self.layer.pack, self.layer.unpack
+
+        def prepared(state):
+            del state
+            of = lax.optimization_barrier(self._at(_pick(shards, group.shards), n))
+            return pack(group.prepare(of))
+
+        run = lambda prepared: pack(group.gather(unpack(prepared)))  # noqa: E731
+        return _Transfer(prepared, run, window, arrives=bool(window and window.own))
 
     def _gathered(self, shards, n, windows=None):
         """Layer n's weights of each group; None of those that have a window in their own layer."""
@@ -137,23 +142,21 @@ class _Stack:
             for group, own in zip(self.layer.groups, is_own, strict=True)
         ]
 
-    def _gather_in(self, turns, windows, shards, n, following):
-        """Has turns gather layer n's weights, and those of the layer that follows.
+    def _gather_in(self, one, windows, shards, n, following):
+        """Has a pass gather layer n's weights, and those of the layer that follows.
 
-        Returns a list that holds the latter when all turns have run, as `_gathered` would; None
-        without windows.
+        Returns what gives the latter when its steps have run, as `_gathered` would; None without
+        windows.
         """
         if not windows:
-            return None
-        ahead = [None] * len(self.layer.groups)
-        for place, (group, window) in enumerate(zip(self.layer.groups, windows, strict=True)):
-            if window.own:
-                transfer = self._gather(group, shards, n)
-                turns.transfer(transfer, window, lambda part: turns.have([part]))
-            else:
-                transfer = self._gather(group, shards, following)
-                turns.transfer(transfer, window, functools.partial(ahead.__setitem__, place))
-        return ahead
+            return lambda: None
+        ahead = []
+        for group, window in zip(self.layer.groups, windows, strict=True):
+            place = one.transfer(
+                self._gather(group, shards, n if window.own else following, window)
+            )
+            ahead.append(None if window.own else place)
+        return lambda: [None if place is None else one.result(place) for place in ahead]
 
     def _no_grads(self, ahead):
         """Of the weights whose gradients are scattered a layer later."""
@@ -165,47 +168,48 @@ class _Stack:
         }
         return _uninitialized_like(split_by_gradient(of)[0])
 
-    def _scatter(self, group, shards, n, weight_grads):
+    def _scatter(self, group, shards, n, weight_grads, window=None):
         """How the gradients of a group leave, and what makes of the result those of its shards."""
         # The barrier keeps what is counted of casts from being fused otherwise in another order.
         of = lax.optimization_barrier(self._at(_pick(shards, group.shards), n))
         prepared, pull_prepare = _vjp(group.prepare, of)
         pull = _vjp(group.gather, prepared)[1]
-        return _Transfer(weight_grads, lambda grads: pull(grads)[0]), lambda g: pull_prepare(g)[0]
+        run = lambda grads: pull(lax.optimization_barrier(grads))[0]  # noqa: E731
+        return _Transfer(weight_grads, run, window), lambda g: pull_prepare(g)[0]
 
     def _scattered(self, shards, n, weight_grads):
         """Of each group whose gradients are all there: the gradients of layer n's shards."""
         done = []
         for group in self.layer.groups:
             if set(group.weights) <= weight_grads.keys():
-                of = functools.partial(_pick, weight_grads, group.weights)
+                of = lambda state, group=group: _pick(weight_grads, group.weights)  # noqa: E731
                 transfer, of_shards = self._scatter(group, shards, n, of)
                 done.append(of_shards(transfer.at_once()))
         return done
 
-    def _scatter_in(self, turns, shards, n, later):
-        """Has turns scatter their gradients, and those of the layer before, `later`.
+    def _scatter_in(self, one, shards, n, later):
+        """Has a pass scatter its gradients, and those of the layer before, `later`.
 
-        Returns what puts them in their places when all turns have run.
+        Returns what puts them in their places when its steps have run.
         """
         if not self.travel:
             names = [name for group in self.layer.groups for name in group.weights]
-            scattered = lambda: self._scattered(shards, n, turns.weight_grads(names))  # noqa: E731
+            scattered = lambda: self._scattered(shards, n, one.weight_grads(names))  # noqa: E731
             return lambda total: self._put(total, scattered(), n)
         own, others = [], []
         for group, window in zip(self.layer.groups, self.travel.gradients, strict=True):
-            of = functools.partial(_pick, later, group.weights)
+            of = lambda state, group=group: _pick(later, group.weights)  # noqa: E731
             if window.own:
-                of = functools.partial(turns.weight_grads, group.weights)
+                of = lambda state, group=group: one.weight_grads(group.weights, state)  # noqa: E731
             layer, done = (n, own) if window.own else (n + 1, others)
-            transfer, of_shards = self._scatter(group, shards, layer, of)
-            keep = lambda grads, of_shards=of_shards, done=done: done.append(of_shards(grads))  # noqa: E731
-            turns.transfer(transfer, window, keep)
+            transfer, of_shards = self._scatter(group, shards, layer, of, window)
+            done.append((of_shards, one.transfer(transfer)))
 
         def put(total):
+            results = lambda done: [of_shards(one.result(place)) for of_shards, place in done]  # noqa: E731
             # Layer n + 1's own were put one turn ago.
-            total = self._put(total, others, n + 1, add=self._own_shards())
-            return self._put(total, own, n)
+            total = self._put(total, results(others), n + 1, add=self._own_shards())
+            return self._put(total, results(own), n)
 
         return put
 
@@ -231,182 +235,224 @@ class _Stack:
 
 @dataclasses.dataclass(frozen=True)
 class _Transfer:
-    """What travels under a window.
+    """What travels beside a step.
 
     Attributes:
-      of: makes what there is before it.
+      prepared: makes what travels, of the state of the pass.
       run: the transfer.
-      prepare: what must be done before the transfer; None: nothing.
+      window: when; None: at once.
+      arrives: whether the steps that follow read what it brings, weights.
     """
 
-    of: Callable[[], Tree]
+    prepared: Callable[[Tree | None], Tree]
     run: Callable[[Tree], Tree]
-    prepare: Callable[[Tree], Tree] | None = None
+    window: Window | None = None
+    arrives: bool = False
 
     def at_once(self) -> Tree:
         """The result, without a window."""
-        return self.run(self.prepare(self.of()) if self.prepare else self.of())
+        return self.run(self.prepared(None))
 
 
-class _Turns:
-    """Runs turns in order: each waits for the one before it in its chain, transfers for theirs."""
+class _Pass:
+    """One layer's forward or backward pass, step by step.
 
-    def __init__(self, layer, contexts):
-        self.layer, self.contexts = layer, contexts
-        self._weights = {}
-        self._last = {}
-        self._transfers = []
+    Its `_state` is a tree of all there is at a point of it, packed (`Layer.pack`): `carries`, one
+    per micro-batch, or their gradients; `contexts`; `weights` that have come, by name; `transfers`,
+    of each one what travels or, when it has ended, the result; `kept`, by `_key`.
+    """
 
-    def enter(self, chain, values):
-        """`values`, after the turn before in the chain."""
-        packed, _ = lax.optimization_barrier((self.layer.pack(values), self._last.get(chain)))
-        return self.layer.unpack(packed)
+    def __init__(self, layer, contexts, carries, kept):
+        self.layer, self._transfers = layer, []
+        self._state = {
+            "carries": list(carries),
+            "contexts": list(contexts),
+            "weights": {},
+            "transfers": [],
+            "kept": kept,
+        }
 
-    def leave(self, chain, values):
-        """Ends a turn: the next one of the chain waits for `values`."""
-        self._last[chain] = self.layer.pack(values)
-        return values
+    @property
+    def carries(self):
+        """What there is of each micro-batch."""
+        return self._state["carries"]
 
     def have(self, groups):
         """Takes packed groups of weights that have come."""
         for part in groups:
-            self._weights |= self.layer.unpack(part or {})
+            self._state["weights"] |= part or {}
 
-    def transfer(self, transfer, window, arrived):
-        """Will run a transfer under its window, and give the result to `arrived` at its end."""
-        self._transfers.append(_UnderWay(transfer, window, arrived))
+    def transfer(self, transfer):
+        """Will run a transfer beside the step of its window; returns its number, for `result`."""
+        self._transfers.append(transfer)
+        self._state["transfers"].append(None)
+        return len(self._transfers) - 1
 
-    def before(self, turns, n):
-        """Starts the transfers whose window begins with turn n, prepares those of the next one."""
-        for one in self._transfers:
-            if one.transfer.prepare and n == self._turn_before(turns, one.window.first):
-                of = self.enter("compute", one.transfer.of())
-                one.value = one.transfer.prepare(of)
-        for one in self._transfers:
-            if one.window.first == n:
-                if one.transfer.prepare:
-                    self._last["compute"] = self._last.get("compute"), self.layer.pack(one.value)
-                else:
-                    one.value = one.transfer.of()
-                one.value = one.transfer.run(self.enter("compute", one.value))
+    def result(self, number):
+        """Of a transfer whose step has run."""
+        return self._state["transfers"][number]
 
-    def _turn_before(self, turns, n):
-        """The compute turn before turn n; or that one, if it is the first."""
-        is_compute = lambda m: self.layer.stages[turns[m].stage].chain == "compute"  # noqa: E731
-        return max(filter(is_compute, range(n)), default=n)
-
-    def after(self, n):
-        """Ends the transfers whose window ends with turn n."""
-        for one in self._transfers:
-            if one.window.last == n:
-                self._last["compute"] = (self._last["compute"], one.value)
-                one.arrived(one.value)
-
-    def read(self, stage):
-        """The weights that a stage reads."""
-        return _pick(self._weights, stage.weights)
-
-
-@dataclasses.dataclass
-class _UnderWay:
-    """A transfer with its window; `value` is what there is of it: prepared, then the result."""
-
-    transfer: _Transfer
-    window: Window
-    arrived: Callable[[Tree], None]
-    value: Tree = None
-
-
-class _Forward(_Turns):
-    """One layer's forward pass; `kept` is what the backward pass needs of it."""
-
-    def __init__(self, layer, contexts, keep):
-        super().__init__(layer, contexts)
-        self._keep, self.kept = keep, {}
-
-    def run(self, turns, carries):
-        """The carries after the layer."""
-        carries = list(carries)
-        for n, turn in enumerate(turns):
-            self.before(turns, n)
-            carries[turn.micro_batch] = self._turn(turn, carries[turn.micro_batch])
-            self.after(n)
-        return carries
-
-    def _turn(self, turn, carry):
-        stages, stage = self.layer.stages, self.layer.stages[turn.stage]
-        if self._keep and turn.stage == 0 and not stage.save:
-            self._hold(stage, _key(turn, "input"), self.layer.pack(carry))
-        inputs = self.read(stage), self.contexts[turn.micro_batch], self.enter(stage.chain, carry)
-        if self._keep and stage.save:
-            output, pull = _stage_vjp(stage, *inputs)
-            self._hold(stage, _key(turn), _without(pull, inputs[:2]))
-            if turn.stage + 1 < len(stages) and not stages[turn.stage + 1].save:
-                self._hold(stage, _key(turn, "output"), self.layer.pack(output))
-        else:
-            output = stage.fn(*inputs)
-        return self.leave(stage.chain, output)
-
-    def _hold(self, stage, key, tree):
-        self.kept[key] = jax.device_put(tree, jax.memory.Space.Host) if stage.offload else tree
-
-
-class _Backward(_Turns):
-    """One layer's backward pass."""
-
-    def __init__(self, layer, contexts, kept):
-        super().__init__(layer, contexts)
-        self._kept, self._ran, self._weight_grads = kept, {}, {}
-
-    def run(self, turns, grads):
-        """The gradients of the carries before the layer, of those after it."""
-        grads = list(grads)
-        for n, turn in enumerate(turns):
-            self.before(turns, n)
-            if turn.backward:
-                grads[turn.micro_batch] = self._pull(turn, grads[turn.micro_batch])
+    def run(self, steps, n):
+        """Runs the steps of layer n."""
+        self._prepare(self._state, 0)
+        waits = {}
+        for number, step in enumerate(steps):
+            self._before(step)
+            together = step.compute and (step.communication or self._beside(number))
+            if together and computation.of_use():
+                run = functools.partial(self._step, number, step, {})
+                self._state = computation.as_computation(run, self._state, n)
+                waits = {}  # all has waited for all
             else:
-                self._again(turn)
-            self.after(n)
-        return grads
+                self._state = self._step(number, step, waits, self._state)
 
-    def weight_grads(self, names):
+    def _before(self, step):
+        """Called before each step."""
+
+    def _turn(self, turn, after, state):
+        """Changes `state` by one turn, whose input passes through `after`; returns its results."""
+        raise NotImplementedError
+
+    def _step(self, number, step, waits, state):
+        """The state after a step; `waits`: what came before it, by chain."""
+        state = jax.tree.map(lambda leaf: leaf, state)  # its dicts and lists are changed here
+        ended = {}
+        for place in self._beside(number):
+            travels = _after(waits.get("compute"), state["transfers"][place])
+            ended[place] = self._transfers[place].run(travels)
+        for chain, turns in (("communication", step.communication), ("compute", step.compute)):
+            for turn in turns:
+                after = functools.partial(_after, waits.get(chain))
+                waits[chain] = self._turn(turn, after, state)
+        self._prepare(state, number + 1)
+        for place, value in ended.items():
+            waits["compute"] = waits.get("compute"), value
+            if self._transfers[place].arrives:
+                state["weights"] |= value
+                value = None
+            state["transfers"][place] = value
+        return state
+
+    def _prepare(self, state, number):
+        """Does what must be done before the transfers beside a step."""
+        for place in self._beside(number):
+            state["transfers"][place] = self._transfers[place].prepared(state)
+
+    def _beside(self, number):
+        """The transfers beside a step."""
+        return [place for place, one in enumerate(self._transfers) if one.window.step == number]
+
+    def _inputs(self, turn, state):
+        """The stage of a turn, the weights that it reads, and its context."""
+        stage = self.layer.stages[turn.stage]
+        weights = self.layer.unpack(_pick(state["weights"], stage.weights))
+        return stage, weights, state["contexts"][turn.micro_batch]
+
+
+class _Forward(_Pass):
+    """One layer's forward pass."""
+
+    def __init__(self, layer, contexts, carries, keep):
+        super().__init__(layer, contexts, carries, {})
+        self._keep, self._away = keep, set()
+
+    def kept(self):
+        """What the backward pass needs of this one."""
+        return {
+            key: jax.device_put(tree, jax.memory.Space.Host) if key in self._away else tree
+            for key, tree in self._state["kept"].items()
+        }
+
+    def _turn(self, turn, after, state):
+        stages = self.layer.stages
+        stage, *known = self._inputs(turn, state)
+        carry = state["carries"][turn.micro_batch]
+
+        def hold(key, tree):
+            state["kept"][key] = tree
+            if stage.offload:
+                self._away.add(key)
+
+        if self._keep and turn.stage == 0 and not stage.save:
+            hold(_key(turn, "input"), carry)
+        carry = self.layer.unpack(after(carry))
+        if self._keep and stage.save:
+            output, pull = _stage_vjp(stage, *known, carry)
+            hold(_key(turn), _without(pull, known))
+            if turn.stage + 1 < len(stages) and not stages[turn.stage + 1].save:
+                hold(_key(turn, "output"), self.layer.pack(output))
+        else:
+            output = stage.fn(*known, carry)
+        state["carries"][turn.micro_batch] = output = self.layer.pack(output)
+        return output
+
+
+class _Backward(_Pass):
+    """One layer's backward pass: `carries` are gradients.
+
+    More entries of the state: `ran`, of turns that ran again the output and the pull; the
+    `weight_grads` by name.
+    """
+
+    def __init__(self, layer, contexts, grads, kept):
+        super().__init__(layer, contexts, grads, kept)
+        self._state |= {"ran": {}, "weight_grads": {}}
+        self._away = set(kept)
+
+    def weight_grads(self, names, state=None):
         """The gradients of weights, zeros of those that no stage reads."""
-        floats = split_by_gradient(_pick(self._weights, names))[0]
-        found = self._weight_grads
+        state = state or self._state
+        weights = self.layer.unpack(_pick(state["weights"], names))
+        found = state["weight_grads"]
+        floats = split_by_gradient(weights)[0]
         return {n: found[n] if n in found else _zeros_like(w) for n, w in floats.items()}
 
-    def _held(self, stage, key):
-        kept = self._kept[key]
-        return jax.device_put(kept, jax.memory.Space.Device) if stage.offload else kept
+    def _before(self, step):
+        """Fetches what waits in the host's memory."""
+        kept = self._state["kept"]
+        for turn in (*step.communication, *step.compute):
+            stage, key = self._kept_for(turn)
+            if key in self._away and stage.offload:
+                kept[key] = jax.device_put(kept[key], jax.memory.Space.Device)
+                self._away.remove(key)
 
-    def _again(self, turn):
-        stage = self.layer.stages[turn.stage]
-        before = Turn(turn.stage - 1, turn.micro_batch)
+    def _kept_for(self, turn):
+        """What a turn needs of the forward pass: the stage that it is of, and its key."""
+        stages = self.layer.stages
+        if turn.backward:
+            return stages[turn.stage], _key(turn)
         if turn.stage == 0:
-            carry = self.layer.unpack(self._held(stage, _key(turn, "input")))
-        elif self.layer.stages[before.stage].save:
-            kept = self._held(self.layer.stages[before.stage], _key(before, "output"))
-            carry = self.layer.unpack(kept)
-        else:
-            carry = self._ran[before][0]
-        carry = self.enter(stage.chain, carry)
-        output, pull = _stage_vjp(stage, self.read(stage), self.contexts[turn.micro_batch], carry)
-        self._ran[turn] = self.leave(stage.chain, output), pull
+            return stages[0], _key(turn, "input")
+        return stages[turn.stage - 1], _key(Turn(turn.stage - 1, turn.micro_batch), "output")
 
-    def _pull(self, turn, grad):
-        stage = self.layer.stages[turn.stage]
-        if stage.save:
-            known = self.read(stage), self.contexts[turn.micro_batch]
-            pull = _restored(self._held(stage, _key(turn)), known)
-        else:
-            pull = self._ran[Turn(turn.stage, turn.micro_batch)][1]
-        weight_grads, grad = pull(self.enter(stage.chain, grad))
-        self.leave(stage.chain, (grad, weight_grads))
-        total = self._weight_grads
+    def _turn(self, turn, after, state):
+        return (self._pull if turn.backward else self._again)(turn, after, state)
+
+    def _again(self, turn, after, state):
+        stage, *known = self._inputs(turn, state)
+        kept, ran = self._kept_for(turn)[1], _key(Turn(turn.stage - 1, turn.micro_batch))
+        carry = state["kept"][kept] if kept in state["kept"] else state["ran"][ran][0]
+        output, pull = _stage_vjp(stage, *known, self.layer.unpack(after(carry)))
+        # The barrier rounds residuals alike, whether or not a step ends before they are used.
+        ran = lax.optimization_barrier((self.layer.pack(output), _without(pull, known)))
+        state["ran"][_key(turn)] = ran
+        return ran[0]
+
+    def _pull(self, turn, after, state):
+        stage, *known = self._inputs(turn, state)
+        kept = state["kept"].pop(_key(turn)) if stage.save else state["ran"].pop(_key(turn))[1]
+        pull = _restored(kept, known)
+        weight_grads, grad = pull(after(state["carries"][turn.micro_batch]))
+        total = state["weight_grads"]
         for name, part in weight_grads.items():
             total[name] = _add(total[name], part) if name in total else part
-        return grad
+        state["carries"][turn.micro_batch] = grad
+        return grad, weight_grads
+
+
+def _after(before, values):
+    """`values`, when there is `before`."""
+    return lax.optimization_barrier((values, before))[0]
 
 
 def _pick(tree, names):

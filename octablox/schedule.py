@@ -1,23 +1,23 @@
 """Stages of a layer, the orders in which micro-batches run through them, and the backward pass.
 
-A layer is a list of `Stage`s. An *order* is a list of turns, each one stage of one micro-batch;
-every order gives the same numbers, since stages are pure functions. `sequential` finishes a
-micro-batch before it starts the next one. `batch_split` runs each stage for all micro-batches in
-turn, so that while one micro-batch waits for the network the other computes:
+A layer is a list of `Stage`s. A *turn* is one stage of one micro-batch, and an *order* says which
+turns follow one another and which run side by side; every order gives the same numbers, since
+stages are pure functions. `sequential` finishes a micro-batch before it starts the next one.
+`batch_split` runs each stage for all micro-batches in turn, so that while one micro-batch waits for
+the network the other computes. Its *steps* are
 
-    compute        attention 0  attention 1  experts 0   experts 1
-    communication  combine 1    dispatch 0   dispatch 1  combine 0
+    compute        attention 0  unpermute 1,  experts 0   experts 1   unpermute 0
+                                attention 1
+    communication  combine 1    dispatch 0    dispatch 1  combine 0
                    (last layer)
-    weights        the experts'              the next layer's others
+    weights        down; a part gate and up;
+                   of the next  the rest of
+                   layer's      the next's
 
-The last micro-batch's combine has nothing left to run under in its own layer, so it is *carried*:
-it runs at the start of the next layer. The backward pass is the mirror image: what was not kept is
-computed again first, and each stage is turned around by its own vjp.
-
-What ties an order down is `lax.optimization_barrier`: a turn of the compute chain waits for the
-turn before it in that chain, a turn of the communication chain for its own predecessor, and
-nothing else waits. A transfer of weights may start when the compute chain has reached its `Window`,
-and the chain goes on after the window only when the transfer has ended.
+All transfers of a step start when it starts, and the step ends when all of them and its compute
+have ended. The last micro-batch's combine has nothing left to run under in its own layer, so it is
+*carried*: it runs at the start of the next layer. The backward pass is the mirror image: what was
+not kept is computed again first, and each stage is turned around by its own vjp.
 """
 
 import dataclasses
@@ -89,18 +89,30 @@ class Turn:
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
-    """The turns under which a group of weights, or of their gradients, travels: by their numbers.
+class Step:
+    """Turns between two points at which everything waits for everything.
 
     Attributes:
-      first: the first of them.
-      last: the last of them.
+      compute: turns of the compute chain, one after the other.
+      communication: turns of the communication chain, one after the other, beside them: what they
+        need was there before the step.
+    """
+
+    compute: tuple[Turn, ...]
+    communication: tuple[Turn, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The step beside which a group of weights, or of their gradients, travels.
+
+    Attributes:
+      step: its number in the pass.
       own: whether they are this layer's. If not, weights are those of the layer that comes next,
         gradients those of the layer that came before, in the order of the pass.
     """
 
-    first: int
-    last: int
+    step: int
     own: bool = False
 
 
@@ -109,9 +121,9 @@ class Travel:
     """When weights travel, and their gradients: for each group.
 
     Attributes:
-      forward: of weights, in the forward turns.
-      backward: of weights, in the backward turns.
-      gradients: of gradients, in the backward turns.
+      forward: of weights, in the forward pass.
+      backward: of weights, in the backward pass.
+      gradients: of gradients, in the backward pass.
     """
 
     forward: tuple[Window, ...]
@@ -121,17 +133,17 @@ class Travel:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The turns of one layer.
+    """The steps of one layer.
 
     Attributes:
-      forward, backward: the turns; the backward pass begins a stage that is not kept by a
+      forward, backward: the steps; the backward pass begins a stage that is not kept by a
         forward turn.
       travel: when weights and gradients do; None: when the layer needs or has them.
       carried: the last micro-batch's tail is that of the layer before.
     """
 
-    forward: tuple[Turn, ...]
-    backward: tuple[Turn, ...]
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
     travel: Travel | None = None
     carried: bool = False
 
@@ -144,7 +156,7 @@ def sequential(stages: Sequence[Stage], micro_batches: int) -> Order:
     for m in reversed(range(micro_batches)):
         backward += [Turn(s, m) for s, stage in enumerate(stages) if not stage.save]
         backward += [Turn(s, m, True) for s in reversed(range(len(stages)))]
-    return Order(tuple(forward), tuple(backward))
+    return Order(_steps(stages, forward), _steps(stages, backward))
 
 
 def batch_split(
@@ -199,65 +211,72 @@ def batch_split(
             backward += back(_by_chain(stages, block)[1], m)
             backward += back(_by_chain(stages, blocks[n - 1])[0], m) if n else []
             backward += back(tail, m) if carried and n == 0 and m == last else []
-    travel = _travel(stages, micro_batches, forward, backward, groups)
-    return Order(tuple(forward), tuple(backward), travel, carried)
-
-
-def _travel(stages, micro_batches, forward, backward, groups):
-    """When each group travels.
-
-    A group that only the heavy stage needs is gathered under the first block, and its gradients
-    are scattered there. Others are needed at once; they are gathered a layer ahead, and scattered a
-    layer later, under the heavy stage. So nearly all weights have their place in memory to
-    themselves when they arrive.
-
-    Transfers share a queue, and end in the order in which they start. A window that ended where
-    tokens land would leave their order open; so none does, if the stages allow it.
-    """
-    heavy, blocks, last = _heavy(stages), _blocks(stages), micro_batches - 1
-    light = _by_chain(stages, blocks[0])[1] if blocks else []
+    # Weights that only the heavy stage needs are there when its step begins.
     early = {name for stage in stages[:heavy] for name in stage.weights}
-    is_compute = [s for s, stage in enumerate(stages) if stage.chain == "compute"]
+    late = [bool(blocks) and not early & set(names) for names in groups]
+    apart = [heavy] if any(late) else []
+    steps = _steps(stages, forward, apart), _steps(stages, backward, apart)
+    return Order(*steps, _travel(stages, micro_batches, *steps, late), carried)
 
-    def window(turns, some, micro_batches, own=False, backward=None):
-        found = [
-            n
-            for n, turn in enumerate(turns)
-            if turn.stage in some
-            and turn.micro_batch in micro_batches
-            and (backward is None or turn.backward == backward)
-        ]
-        return Window(found[0], found[-1], own) if found else None
 
-    def and_the_next(window):
-        later = [n for n, turn in enumerate(backward) if turn.stage in is_compute]
-        following = min((n for n in later if n > window.last), default=window.last)
-        return dataclasses.replace(window, last=following)
+def _steps(
+    stages: Sequence[Stage], turns: Sequence[Turn], apart: Sequence[int] = ()
+) -> tuple[Step, ...]:
+    """Cuts turns into steps; stages that are `apart` share none with compute of other stages.
 
-    windows = []
-    late = 0  # groups of that kind so far: each has a micro-batch's turns to itself
-    for names in groups:
-        if light and not early & set(names):
-            m = late % micro_batches
-            late += 1
-            before, back = [m], [last - m]
-            windows.append(
-                (
-                    window(forward, light[:-1] or light, before, own=True),
-                    # Where nothing runs again before it is needed, a layer ahead.
-                    window(backward, light[:-1] or light, back, own=True, backward=False)
-                    or window(backward, light, back, backward=True),
-                    window(backward, light, back, own=True, backward=True),
-                )
+    A transfer is meant to run under the compute that follows it in `turns`. It begins a step if
+    what it needs is made in the one before, and so does the compute that needs what it brings.
+    """
+    steps: list[tuple[list[Turn], list[Turn]]] = [([], [])]
+    for turn in turns:
+        compute, communication = steps[-1]
+        is_transfer = stages[turn.stage].chain == "communication"
+        waits = any(_follows(turn, one) for one in (compute if is_transfer else communication))
+        leaves = any((one.stage in apart) != (turn.stage in apart) for one in compute)
+        if waits or (leaves and not is_transfer):
+            steps.append(([], []))
+        steps[-1][is_transfer].append(turn)
+    return tuple(Step(*map(tuple, step)) for step in steps)
+
+
+def _follows(turn: Turn, other: Turn) -> bool:
+    """Whether a turn needs what another one makes."""
+    if turn.micro_batch != other.micro_batch:
+        return False
+    if turn.backward == other.backward:
+        return turn.stage == other.stage + (-1 if turn.backward else 1)
+    # The last stage runs again, and backward then.
+    return turn.backward and turn.stage == other.stage
+
+
+def _travel(stages, micro_batches, forward, backward, late):
+    """When each group travels; `late`: whether only the heavy stage needs it.
+
+    All travel beside the first block, where there is most to hide them, each group of a kind beside
+    another micro-batch while there are any left. Late ones arrive in the layer that needs them, and
+    their gradients leave in it: their places in memory are free then. Others are needed at once;
+    they are gathered a layer ahead, and scattered a layer later.
+    """
+    first, last = (0 if _blocks(stages) else _heavy(stages)), micro_batches - 1
+
+    def window(steps, micro_batch, own, backward=False):
+        turn = Turn(first, micro_batch, backward)
+        found = (n for n, step in enumerate(steps) if turn in step.compute)
+        return next((Window(n, own) for n in found), None)
+
+    windows, counts = [], [0, 0]
+    for own in late:
+        m = counts[own] % micro_batches
+        counts[own] += 1
+        again = window(backward, last - m, own)
+        windows.append(
+            (
+                window(forward, m, own),
+                # Where nothing runs again before it is needed, a layer ahead.
+                again or window(backward, last - m, own=False, backward=True),
+                window(backward, last - m, own, backward=True),
             )
-        else:
-            windows.append(
-                (
-                    window(forward, [heavy], range(micro_batches)),
-                    and_the_next(window(backward, [heavy], [0])),
-                    and_the_next(window(backward, [heavy], [last])),
-                )
-            )
+        )
     return Travel(*map(tuple, zip(*windows, strict=True))) if windows else Travel((), (), ())
 
 

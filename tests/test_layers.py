@@ -12,6 +12,7 @@ LAYERS = [
     [
         *("octablox.mesh", "octablox.fp8", "octablox.schedule", "octablox.training_config"),
         *("octablox.moe.config", "octablox.model.config", "octablox.fp8_blocks"),
+        "octablox.computation",
     ],
     ["octablox.weights."],
     ["octablox.layer_scan", "octablox.gmm_explicit", "octablox.health"],

@@ -93,6 +93,22 @@ def test_a_synchronous_collective_does_not_queue():
     assert long.exposed == pytest.approx(short.seconds, rel=1e-12)
 
 
+def test_a_permute_does_not_queue():
+    """A small one, started behind a gather, is there long before it."""
+    permute = (
+        "  %p-start = (bf16[512,512]{1,0}, bf16[512,512]{1,0}) collective-permute-start(%a), "
+        f"channel_id=2, source_target_pairs={{{{0,1}},{{1,0}}}}, "
+        f'metadata={{op_name="{hm.FORWARD}/ppermute"}}\n'
+        "  %p-done = bf16[512,512]{1,0} collective-permute-done(%p-start)"
+    )
+    slow = dataclasses.replace(CHIP, ring_rate=GATHERED / PRODUCT_SECONDS)
+    entry = lines(hm.start("g", "gathers"), hm.update("g"), permute, hm.product("q"), hm.done("g"))
+    short, long = read(hm.module(entry, gather()), chip=slow).collectives
+    assert (short.kind, long.kind) == ("collective-permute", "all-gather")
+    assert short.exposed == pytest.approx(short.seconds, rel=1e-9)
+    assert long.exposed == pytest.approx(short.seconds, rel=1e-9)
+
+
 def test_what_is_on_the_ring_while_a_later_transfer_is_awaited_is_exposed():
     # h is awaited first, but waits for g on the ring.
     entry = lines(
@@ -304,11 +320,15 @@ def test_of_branches_the_longest_counts_and_a_fallback_does_not():
             f"  ROOT %r = bf16[512,512]{{1,0}} bitcast(%a)\n}}"
         )
 
-    fast, slow = branch("fast", hm.FORWARD, 1), branch("slow", hm.FORWARD, 2)
-    rare = branch("rare", f"{hm.FORWARD}/fallback", 9)
+    fast = branch("fast", hm.FORWARD, 1)
+    inside = f"{hm.FORWARD}/cond/branch_{{}}_fun"
+    # A conditional of its own may have a rare branch, whose names reach this one.
+    slow = branch("slow", inside.format(1) + "/cond/branch_1_fun/fallback", 2)
+    rare = branch("rare", inside.format(2) + "/fallback", 9)
     line = (
         "  %c = bf16[512,512]{1,0} conditional(%a, %a, %a, %a), "
-        "branch_computations={%fast, %slow, %rare}"
+        "branch_computations={%fast, %slow, %rare}, "
+        f'metadata={{op_name="{hm.FORWARD}/cond"}}'
     )
     schedule = read(hm.module(lines(line), fast, slow, rare))
     assert schedule.flops == {"bf16": 2 * 2 * 512**3}
@@ -453,6 +473,14 @@ def test_traffic_of_slices_is_that_of_the_slice():
     one = 64 * 64 * 4
     # Read and written once; then written from an array that lies in VMEM.
     assert read(hm.module(entry, fused)).hbm_bytes == 2 * one + one
+
+
+def test_an_allocation_moves_nothing():
+    """Memory that a program writes over takes no time to get."""
+    entry = lines('  %e = bf16[4096,4096]{1,0} custom-call(), custom_call_target="AllocateBuffer"')
+    schedule = read(hm.module(entry))
+    assert schedule.seconds == 0.0
+    assert schedule.hbm_bytes == 0.0
 
 
 def test_traffic_with_the_host_is_counted_apart():

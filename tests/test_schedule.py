@@ -16,6 +16,7 @@ from octablox.schedule import (
     Layer,
     ScheduleConfig,
     Stage,
+    Step,
     Travel,
     Turn,
     WeightGroup,
@@ -273,58 +274,113 @@ def turns(text):
     )
 
 
+def steps(*texts):
+    """Each of a text: compute, then `|`, then communication."""
+    return tuple(Step(*map(turns, (text + "|").split("|")[:2])) for text in texts)
+
+
 def test_the_sequential_order():
     order = sequential(stages("combine unpermute"), 2)
-    one = "attend {0} dispatch {0} experts {0} combine {0} unpermute {0} "
-    assert order.forward == turns(one.format(0) + one.format(1))
-    back = "unpermute {0}' combine {0}' experts {0}' dispatch {0}' attend {0}' "
-    back = "attend {0} dispatch {0} experts {0} " + back
-    assert order.backward == turns(back.format(1) + back.format(0))
+    one = "attend {0}", "| dispatch {0}", "experts {0}", "| combine {0}"
+    # Nothing runs beside a transfer: what follows it needs it.
+    assert order.forward == steps(
+        *(step.format(0) for step in one),
+        "unpermute 0 attend 1",
+        *(step.format(1) for step in one[1:]),
+        "unpermute 1",
+    )
+    one = "attend {0}", "| dispatch {0}", "experts {0} unpermute {0}'", "| combine {0}'"
+    one = (*one, "experts {0}'", "| dispatch {0}'")
+    assert order.backward == steps(
+        *(step.format(1) for step in one),
+        *("attend 1' attend 0", *(step.format(0) for step in one[1:]), "attend 0'"),
+    )
 
 
 def test_the_batch_split_order():
     order = batch_split(stages("combine unpermute"), 2, carried=True, groups=GROUPS)
-    assert order.forward == turns(
-        "combine 1 attend 0 dispatch 0 unpermute 1 attend 1 dispatch 1 experts 0 combine 0 "
-        "experts 1 unpermute 0"
+    assert order.forward == steps(
+        "attend 0 | combine 1",
+        "unpermute 1 attend 1 | dispatch 0",
+        "experts 0 | dispatch 1",
+        "experts 1 | combine 0",
+        "unpermute 0",
     )
-    assert order.backward == turns(
-        "unpermute 0' combine 0' attend 1 dispatch 1 attend 0 dispatch 0 experts 1 experts 1' "
-        "dispatch 1' experts 0 experts 0' dispatch 0' attend 1' unpermute 1' combine 1' attend 0'"
+    assert order.backward == steps(
+        "unpermute 0'",
+        "attend 1 | combine 0'",
+        "attend 0 | dispatch 1",
+        "experts 1 experts 1' | dispatch 0",
+        "experts 0 experts 0' | dispatch 1'",
+        "attend 1' unpermute 1' | dispatch 0'",
+        "attend 0' | combine 1'",
     )
     assert order.carried
-    # Gate and up, which only experts need, under attention; the others, a layer ahead or later,
-    # under experts.
+    # Gate and up, which only experts need, in their own layer; the others a layer ahead or later.
     assert order.travel == Travel(
-        forward=(Window(1, 1, own=True), Window(6, 8)),
-        backward=(Window(2, 2, own=True), Window(9, 12)),
-        gradients=(Window(12, 12, own=True), Window(6, 9)),
+        forward=(Window(0, own=True), Window(0)),
+        backward=(Window(1, own=True), Window(1)),
+        gradients=(Window(5, own=True), Window(5)),
     )
 
 
-def test_each_group_that_only_experts_need_has_a_micro_batch_to_itself():
-    groups = ("gate",), ("up", "down"), ("wa", "unused")
+def test_each_group_has_a_micro_batch_to_itself():
+    groups = ("gate",), ("up", "down"), ("wa",), ("unused", "wa")
     travel = batch_split(stages("combine unpermute"), 2, carried=True, groups=groups).travel
-    assert travel.forward == (Window(1, 1, own=True), Window(4, 4, own=True), Window(6, 8))
-    assert travel.gradients[:2] == (Window(12, 12, own=True), Window(15, 15, own=True))
+    own = functools.partial(Window, own=True)
+    assert travel.forward == (own(0), own(1), Window(0), Window(1))
+    assert travel.backward == (own(1), own(2), Window(1), Window(2))
+    assert travel.gradients == (own(5), own(6), Window(5), Window(6))
 
 
-def test_windows_end_before_tokens_are_taken_in():
-    """What follows the last stage before a transfer may wait for tokens; weights are there then."""
-    first, *rest = stages("combine unpermute")
-    route = dataclasses.replace(first, name="route", weights=())
-    order = batch_split((first, route, *rest), 2, carried=True, groups=GROUPS)
-    window = order.travel.forward[0]
-    assert order.forward[window.last] == Turn(0, 0)
-    assert order.forward[window.last + 1] == Turn(1, 0)
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+@ORDERS
+def test_what_a_turn_needs_was_there(order, save, micro_batches):
+    """Transfers need nothing that their own step computes, compute nothing that it brings."""
+    got = layer_of(order, save, micro_batches).order(LAYERS)
+    last = micro_batches - 1
+    for pass_ in (got.forward, got.backward):
+        chains = [chain for step in pass_ for chain in (step.communication, step.compute)]
+        at = {turn: (n, m) for n, chain in enumerate(chains) for m, turn in enumerate(chain)}
+        for turn, (n, m) in at.items():
+            needed = {dataclasses.replace(turn, stage=turn.stage + (1 if turn.backward else -1))}
+            if turn.backward:
+                needed.add(dataclasses.replace(turn, backward=False))
+            elif got.carried and turn == Turn(0, last):
+                needed.add(Turn(4, last))
+            for other in needed & at.keys():
+                between = {turn.stage, other.stage}
+                if got.carried and turn.micro_batch == last and between == {2, 3}:
+                    continue  # of another layer
+                k, place = at[other]
+                assert k // 2 < n // 2 or (k == n and place < m)
+
+
+def test_weights_are_there_before_the_step_that_needs_them():
+    """Where nothing travels between attention and experts, these have steps of their own."""
+    groups = (*GROUPS[:1],)
+    order = batch_split(stages("dispatch combine unpermute"), 2, carried=True, groups=groups)
+    assert order.backward == steps(
+        "unpermute 0'",
+        "attend 1 attend 0 | combine 0'",
+        "experts 1 experts 1'",
+        "experts 0 experts 0' | dispatch 1'",
+        "attend 1' unpermute 1' | dispatch 0'",
+        "attend 0' | combine 1'",
+    )
+    assert order.travel.backward == (Window(1, own=True),)
+    without = batch_split(stages("dispatch combine unpermute"), 2, carried=True)
+    assert without.backward[1] == steps("attend 1 attend 0 experts 1 experts 1' | combine 0'")[0]
 
 
 def test_weights_are_gathered_a_layer_ahead_where_nothing_runs_again_before_they_are_needed():
     order = batch_split(stages("attend dispatch"), 2, groups=GROUPS)
-    attend_back = order.backward.index(Turn(0, 1, True))
-    window = Window(attend_back, attend_back)
-    assert order.travel.backward[0] == window
-    assert order.travel.gradients[0] == dataclasses.replace(window, own=True)
+    attend_back = next(
+        n for n, step in enumerate(order.backward) if Turn(0, 1, True) in step.compute
+    )
+    assert order.travel.backward[0] == Window(attend_back)
+    assert order.travel.gradients[0] == Window(attend_back, own=True)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
@@ -334,9 +390,10 @@ def test_an_order_runs_every_stage_once_and_backward_once(order, save, micro_bat
     layer = layer_of(order, save, micro_batches)
     got = layer.order(LAYERS)
     every = list(itertools.product(range(5), range(micro_batches)))
-    assert sorted((turn.stage, turn.micro_batch) for turn in got.forward) == every
-    pulls = [(turn.stage, turn.micro_batch) for turn in got.backward if turn.backward]
-    again = [(turn.stage, turn.micro_batch) for turn in got.backward if not turn.backward]
+    of = lambda steps: [t for step in steps for t in (*step.compute, *step.communication)]  # noqa: E731
+    assert sorted((turn.stage, turn.micro_batch) for turn in of(got.forward)) == every
+    pulls = [(turn.stage, turn.micro_batch) for turn in of(got.backward) if turn.backward]
+    again = [(turn.stage, turn.micro_batch) for turn in of(got.backward) if not turn.backward]
     assert sorted(pulls) == every
     assert sorted(again) == [(s, m) for s, m in every if not layer.stages[s].save]
 
@@ -356,19 +413,24 @@ def barriers(order, save):
     return text.count("stablehlo.optimization_barrier")
 
 
-@pytest.mark.parametrize("order", ["batch split", "sequential"])
+@pytest.mark.parametrize("order", SPLITS)
 def test_every_turn_waits_for_the_one_before_in_its_chain(order):
-    """A barrier for each of 5 stages x 2 micro-batches, and for each transfer of weights."""
-    # Gathers, each prepared before it, forward and backward; scatters.
-    transfers = 2 * 2 * 2 + 2 if order == "batch split" else 0
-    assert barriers(order, SAVES["none"]) == 10 + 10 + transfers
-    assert barriers(order, SAVES["minimal"]) == 10 + 8 + 10 + transfers
-    assert barriers(order, SAVES["full"]) == 10 + 10 + 10 + transfers
+    """A barrier for each of 5 stages x 2 micro-batches, and another behind what ran again."""
+    for save, again in ((SAVES["none"], 0), (SAVES["minimal"], 8), (SAVES["full"], 10)):
+        again -= 4 if order == "carried" and again else 0  # its tail is kept
+        travel = layer_of(order, save).order(LAYERS).travel
+        # Gathers, forward and backward; scatters. Beside a step they wait for the one before.
+        transfers = 2 + 2 + 2
+        if travel:
+            windows = travel.forward + travel.backward + travel.gradients
+            # Of what travels a layer ahead or later also the first layer's, or the last one's.
+            transfers += len(windows) + sum(not window.own for window in windows)
+        assert barriers(order, save) == 10 + 2 * again + 10 + transfers
 
 
 def test_a_barrier_holds_the_turn_before_of_its_own_chain():
     """Forward: how many values each barrier holds."""
-    chains = {"a": "compute", "b": "communication", "c": "compute"}
+    chains = {"a": "compute", "b": "compute", "c": "communication", "d": "compute"}
     layer = Layer(
         tuple(Stage(name, lambda w, c, x: x + 1, (), chain) for name, chain in chains.items()),
         (),
@@ -382,8 +444,9 @@ def test_a_barrier_holds_the_turn_before_of_its_own_chain():
         for line in str(jaxpr).splitlines()
         if "optimization_barrier" in line
     ]
-    # a0 has nothing before it, nor b0; a1 waits for a0, b1 for b0; c0 for a1, c1 for c0.
-    assert sizes == [1, 1, 2, 2, 2, 2]
+    # a0 and c0 have nothing before them; else b0 waits for a0, c1 for c0, and so on. Then come the
+    # turns a0 b0 | a1 b1 beside c0 | d0 beside c1 | d1.
+    assert sizes == [1, 2, 1, 2, 2, 2, 2, 2]
 
 
 def test_weights_travel_before_they_are_needed():
@@ -409,10 +472,9 @@ def test_weights_travel_before_they_are_needed():
     gate_up, rest = "gate up", "down unused wa"
     assert first == [f"prepare {rest}", f"gather {rest}"]
     assert in_layer == [
-        *(f"prepare {gate_up}", f"gather {gate_up}", "attend", "dispatch"),
-        *(f"prepare {rest}", "attend", "dispatch"),
-        *(f"gather {rest}", "experts", "combine", "experts", "combine"),
-        *("unpermute", "unpermute"),
+        *(f"prepare {gate_up}", f"prepare {rest}", f"gather {gate_up}", f"gather {rest}"),
+        *("attend", "dispatch", "attend", "dispatch"),
+        *("experts", "combine", "experts", "combine", "unpermute", "unpermute"),
     ]
 
 

@@ -140,6 +140,8 @@ class Costs:
         opcode = instruction.opcode
         if opcode in _NO_TRAFFIC or opcode.endswith(("-done", "-update")):
             return spaces
+        if 'custom_call_target="AllocateBuffer"' in instruction.attributes:
+            return spaces  # memory to be written over
         operands = [one.buffers for one in computation.operands(instruction)]
         if opcode.endswith("-start"):
             for space, size in _transfer(opcode.removesuffix("-start"), operands, instruction):

@@ -16,6 +16,7 @@ waits is exposed.
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from octablox.aot.chips import Chip
@@ -188,7 +189,7 @@ class _Transfer:
     seconds: float  # with the network for itself
     left: float = 0.0  # of those seconds
     has_begun: bool = False
-    is_queued: bool = True  # else synchronous
+    is_queued: bool = True  # else it shares the ring with what is
     exposed: float = 0.0
     products: int = 0  # before it began
 
@@ -216,6 +217,8 @@ class _Timeline:
     def begin(self, transfer: _Transfer) -> None:
         """Puts a transfer in the queue of its network."""
         transfer.left, transfer.has_begun = transfer.seconds, True
+        if all(part.kind == "collective-permute" for part in transfer.found):
+            transfer.is_queued = False  # the TensorCore's own DMAs, no program of the SparseCore
         transfer.products = self.products
         self._moving.append(transfer)
 
@@ -442,12 +445,13 @@ class _Walk:
         names = [name for name in one.called if name in self._module.computations]
         if one.opcode == "call" or len(names) < 2:
             return names
-        usual = [name for name in names if not self._is_fallback(name)] or names
+        usual = [name for name in names if not self._is_fallback(one, name)] or names
         return [max(usual, key=self._length)]
 
-    def _is_fallback(self, name: str) -> bool:
-        places = (one.op_name.split("/") for one in self._module.computations[name])
-        return any("fallback" in place for place in places)
+    def _is_fallback(self, conditional: Instruction, name: str) -> bool:
+        """Whether a branch begins with that name; another conditional inside it may have one."""
+        marked = re.compile(re.escape(conditional.op_name) + r"/branch_\d+_fun/fallback(/|$)")
+        return any(marked.match(one.op_name) for one in self._module.computations[name])
 
     def _length(self, name: str) -> float:
         """Compute seconds of a computation, each loop in it once."""

@@ -13,6 +13,7 @@ Shapes: B sequences, S tokens, D model width, T = B*S tokens of this device, R r
 import dataclasses
 import functools
 import math
+import operator
 
 import jax
 from jax import lax
@@ -107,13 +108,8 @@ def dense_layer(settings: Settings) -> Layer:
 
     stages = (_attention_stage(settings, save), Stage("mlp", mlp, ("mlp",), save=save))
     specs = dense_layer_specs(settings.model)
-    names = tuple(specs)
-    whole = WeightGroup(
-        *(names, names),
-        prepare=lambda shards: gather_over_others(specs, shards, settings.dtype),
-        gather=lambda parts: gather_over_first(specs, parts),
-    )
-    return Layer(stages, (whole,), settings.schedule)
+    groups = (_group({name: specs[name]}, settings.dtype) for name in ("mlp", "attention"))
+    return Layer(stages, tuple(groups), settings.schedule)
 
 
 def moe_layer(settings: Settings) -> Layer:
@@ -125,7 +121,7 @@ def moe_layer(settings: Settings) -> Layer:
     shared = ("shared",) if settings.moe.shared_experts else ()
     probes = "health", "overflow"
     stages = (
-        _attention_stage(settings, none, offload),
+        _attention_stage(settings, none, offload, ("attention", "attention_out")),
         Stage("route", moe.route, ("router",), save=none),
         Stage("permute", moe.permute, ("health",), save=minimal, offload=offload),
         Stage("dispatch", moe.dispatch, (), "communication", minimal, offload),
@@ -136,7 +132,7 @@ def moe_layer(settings: Settings) -> Layer:
     )
     return Layer(
         stages,
-        _weight_groups(settings, ("attention", *shared), probes),
+        _weight_groups(settings, probes),
         settings.schedule,
         idle=moe.idle,
         pack=fp8.without_masters,
@@ -146,18 +142,24 @@ def moe_layer(settings: Settings) -> Layer:
 
 def moe_shards(weights: dict, health: jax.Array, overflow: jax.Array) -> dict:
     """The shards of `moe_layer`'s stack: of its parameters, and its probes."""
-    shards = {**weights, **weights["experts"], "health": vary(health), "overflow": vary(overflow)}
+    shards = {**_split_attention(weights), **weights["experts"]}
     del shards["experts"]
-    return shards
+    return shards | {"health": vary(health), "overflow": vary(overflow)}
 
 
-def _weight_groups(settings, dense, probes):
-    """The experts' two weights, the smaller one first, and all the rest.
+def _split_attention(tree):
+    """A layer's weights, or their specs, with attention's largest weight apart from the others."""
+    rest = dict(tree["attention"])
+    return {**tree, "attention_out": {"out": rest.pop("out")}, "attention": rest}
 
-    The first micro-batch's attention also has the last layer's results to hide.
+
+def _weight_groups(settings, probes):
+    """The experts' two weights, the smaller one first; the shared expert's; attention's in two.
+
+    As they travel under the steps of two micro-batches, those of a kind by turns, each step has
+    about as much to hide as any other.
     """
-    specs = {name: moe_layer_specs(settings.model, settings.moe)[name] for name in dense}
-    of_router = {"router": moe_layer_specs(settings.model, settings.moe)["router"]}
+    specs = _split_attention(moe_layer_specs(settings.model, settings.moe))
     kernel = _kernel(settings)
 
     def of_experts(n, name):
@@ -167,20 +169,32 @@ def _weight_groups(settings, dense, probes):
         gather = lambda prepared: {name: kernel.gather(name, prepared)}  # noqa: E731
         return WeightGroup((name, "health"), (name,), prepare, gather)
 
+    gate_up, down = (of_experts(n, name) for n, name in enumerate(GEMMS))
+    shared = (_group({"shared": specs["shared"]}, settings.dtype),) if "shared" in specs else ()
+    out = _group({"attention_out": specs["attention_out"]}, settings.dtype)
+    in_dtype, in_float32 = ({name: specs[name]} for name in ("attention", "router"))
+    rest = _group(in_dtype, settings.dtype, in_float32, probes)
+    return down, gate_up, *shared, out, rest
+
+
+def _group(specs, dtype, in_float32=(), uncut=()):
+    """Weights outside the experts that travel together: all that `specs` has, in `dtype`.
+
+    Those of `in_float32` travel too, and what is named by `uncut` is here already.
+    """
+    every = specs | dict(in_float32)
+
     def prepare(shards):
-        parts = gather_over_others(specs, _pick(shards, specs), settings.dtype)
-        router = gather_over_others(of_router, _pick(shards, of_router), jnp.float32)
-        return {**parts, **router, **_pick(shards, probes)}
+        parts = gather_over_others(specs, _pick(shards, specs), dtype)
+        if in_float32:
+            parts |= gather_over_others(in_float32, _pick(shards, in_float32), jnp.float32)
+        return parts | _pick(shards, uncut)
 
     def gather(parts):
-        return {
-            **gather_over_first(specs | of_router, _pick(parts, specs | of_router)),
-            **_pick(parts, probes),
-        }
+        return gather_over_first(every, _pick(parts, every)) | _pick(parts, uncut)
 
-    names = (*dense, "router", *probes)
-    gate_up, down = (of_experts(n, name) for n, name in enumerate(GEMMS))
-    return down, gate_up, WeightGroup(names, names, prepare, gather)
+    names = (*every, *uncut)
+    return WeightGroup(names, names, prepare, gather)
 
 
 def _pick(tree, names):
@@ -322,15 +336,16 @@ def swiglu(weights: dict[str, jax.Array], x: Float[Array, "*N D"]) -> Float[Arra
     return (jax.nn.silu(gate) * up) @ weights["down"]
 
 
-def _attention_stage(settings, save, offload=False):
+def _attention_stage(settings, save, offload=False, names=("attention",)):
     def attend(weights, context, carry):
         x = carry["x"]
         rotation = context["cos"], context["sin"]
         ids, axis = context["segment_ids"], sequence_axis()
-        update = attention.attend(weights["attention"], rotation, ids, x, settings.model, axis)
+        weights = functools.reduce(operator.or_, (weights[name] for name in names))
+        update = attention.attend(weights, rotation, ids, x, settings.model, axis)
         return {"x": x + update}
 
-    return Stage("attention", attend, ("attention",), save=save, offload=offload)
+    return Stage("attention", attend, names, save=save, offload=offload)
 
 
 def _first_expert(moe):

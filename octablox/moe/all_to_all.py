@@ -10,6 +10,7 @@ Shapes: t tokens of this device, n devices of the axis, T = n*t slots, k copies 
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -21,6 +22,10 @@ from octablox.kernels import uninitialized, vary_like
 from octablox.kernels.pallas_tpu import chip
 from octablox.mesh import vary
 from octablox.moe.dispatch import CopyOrder, combine, dispatch
+
+# Over the bytes of a type: slots that a TPU sends together. Its memory interleaves so many rows; to
+# send single ones it would change the layout of all slots before each transfer and after it.
+INTERLEAVED = 32
 
 
 @jax.tree_util.register_dataclass
@@ -75,13 +80,13 @@ def plan(chosen: Int[Array, "t k"], experts_of_a_device: int) -> tuple[AllToAll,
     # Slots to copies: tokens that go, in their order, then the others.
     token = vary_like((goes,), iota((devices, tokens), 1))
     stays = (~goes).astype(jnp.int32)
-    _, token_of_slot = lax.sort((stays, token), num_keys=2, is_stable=False)
     copy = token * k + jnp.argmax(is_for, axis=2).astype(jnp.int32)
-    copy_of_slot = jnp.take_along_axis(copy, token_of_slot, axis=1)
+    _, token_of_slot, copy_of_slot = lax.sort((stays, token, copy), num_keys=2, is_stable=False)
 
     # Copies to slots: none for a copy whose token an earlier one takes to the same device.
+    # Sums, not gathers: a TPU's SparseCore would do those, and transfers of the step wait for it.
     slot = jnp.cumsum(goes, axis=1, dtype=jnp.int32) - 1
-    slot_of_copy = jnp.take_along_axis(slot.T, device_of_copy, axis=1)
+    slot_of_copy = jnp.sum(jnp.where(is_for, slot[:, :, None], 0), axis=0)
     same = device_of_copy[:, :, None] == device_of_copy[:, None, :]
     is_first = ~jnp.any(same & jnp.tril(jnp.ones((k, k), bool), -1), axis=2)
     nowhere = devices * tokens
@@ -108,7 +113,7 @@ def idle(tokens: int, k: int) -> AllToAll:
 def _swap(x, sent, received):
     """Slots [T, ...] for each device, against each device's slots for this one: its own inverse.
 
-    TPUs send the slots that are used, others all of them.
+    TPUs send the slots that are used, in packs, others all of them.
     """
     return _swap_all(x, received) if chip() is None else _swap_used(x, sent, received)
 
@@ -120,12 +125,19 @@ def _swap_all(x, received):
 
 
 def _swap_used(x, sent, received):
-    devices = sent.shape[0]
-    slots = x.shape[0] // devices
-    first = vary_like((sent,), lax.iota(jnp.int32, devices) * slots)
-    here = jnp.full_like(first, slots) * lax.axis_index("expert")
-    slots_here = uninitialized(x.shape, x.dtype, (x,))
-    return lax.ragged_all_to_all(x, slots_here, first, sent, here, received, axis_name="expert")
+    devices, slots = sent.shape[0], x.shape[0] // sent.shape[0]
+    pack = math.gcd(slots, INTERLEAVED // x.dtype.itemsize)
+    packed = x.reshape(-1, pack, *x.shape[1:])
+    packs = lambda slots: (slots + pack - 1) // pack  # noqa: E731
+    first = vary_like((sent,), lax.iota(jnp.int32, devices) * (slots // pack))
+    here = jnp.full_like(first, slots // pack) * lax.axis_index("expert")
+    came = lax.ragged_all_to_all(
+        packed,
+        uninitialized(packed.shape, x.dtype, (x,)),
+        *(first, packs(sent), here, packs(received)),
+        axis_name="expert",
+    )
+    return came.reshape(x.shape)
 
 
 _swap.defvjp(
