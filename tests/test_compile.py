@@ -146,20 +146,20 @@ class _Lowered:
 def test_too_much_memory_names_the_shortfall_and_what_to_change():
     lowered = _Lowered("(100.74G) exceeds available HBM (94.74G)")
     with pytest.raises(compiler.DoesNotFit) as error:
-        compiler._compile(lowered, TOPOLOGY, compiler.Options(), 2 * GIB)
+        compiler._compile(lowered, TOPOLOGY, {}, 2 * GIB)
     assert str(error.value) == (
         "does not fit: a step needs 100.74 GiB on each device (2.00 GiB of it parameters and "
         "optimizer), tpu7x has 94.74 GiB: 6.00 GiB too little; lower per_device_batch_size or "
         "max_target_length, write remat_policy=full, or choose a larger compile_topology"
     )
     with pytest.raises(compiler.DoesNotFit, match="choose a larger compile_topology or a larger"):
-        compiler._compile(lowered, TOPOLOGY, compiler.Options(), 90 * GIB)
+        compiler._compile(lowered, TOPOLOGY, {}, 90 * GIB)
 
 
 def test_another_failure_of_xlas_is_one_line_and_its_text_is_kept():
     text = "INTERNAL: Mosaic failed\nand pages of it"
     with pytest.raises(UserError, match="XLA cannot compile this step for tpu7x:2x2x1") as error:
-        compiler._compile(_Lowered(text), TOPOLOGY, compiler.Options(), 0)
+        compiler._compile(_Lowered(text), TOPOLOGY, {}, 0)
     assert "\n" not in str(error.value)
     path = pathlib.Path(str(error.value).split("all of it is in ")[1].rstrip(")"))
     assert path.read_text() == text

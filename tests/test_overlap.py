@@ -109,6 +109,28 @@ def test_a_permute_does_not_queue():
     assert long.exposed == pytest.approx(short.seconds, rel=1e-9)
 
 
+def test_what_the_sparse_core_computes_stands_in_the_queue():
+    """A change of layout behind a gather waits for it; what is waited for it is compute."""
+    layout = (
+        f"{hm.start('l', 'layout')}\n{hm.update('l')}\n"
+        f'{hm.done("l")}, metadata={{op_name="{hm.FORWARD}/reshape"}}'
+    )
+    inside = (
+        "%layout (p: bf16[512,512]) -> bf16[512,512] {\n  ROOT %p = bf16[512,512] parameter(0)\n}"
+    )
+    begin, end = (hm.start("g", "gathers"), hm.update("g")), hm.done("g")
+    alone = read(hm.module(lines(layout), gather(), inside))
+    seconds = 2 * 512 * 512 * 2 / CHIP.hbm_rate
+    assert alone.collectives == ()
+    assert alone.compute["forward"] == alone.seconds == pytest.approx(seconds, rel=1e-9)
+    both = read(hm.module(lines(*begin, layout, end), gather(), inside))
+    (one,) = both.collectives
+    assert one.exposed == pytest.approx(one.seconds, rel=1e-9)
+    assert both.compute["forward"] == pytest.approx(seconds, rel=1e-9)
+    hidden = read(hm.module(lines(*begin, hm.product("p"), layout, end), gather(), inside))
+    assert hidden.collectives[0].exposed == 0.0
+
+
 def test_what_is_on_the_ring_while_a_later_transfer_is_awaited_is_exposed():
     # h is awaited first, but waits for g on the ring.
     entry = lines(

@@ -101,7 +101,8 @@ def compile_report(
         lowered_in = time.monotonic() - began
         note(f"XLA compiles for {topology.name}")
         state = _state_bytes(trainer)
-        compiled = _compile(lowered, topology, options, state)
+        xla = trainer.compiler_options | dict(options.xla)
+        compiled = _compile(lowered, topology, xla, state)
         compiled_in = time.monotonic() - began - lowered_in
         cost = Cost(
             *(lowered_in, compiled_in, _cpu_seconds() - cpu),
@@ -210,9 +211,9 @@ def _without_cache() -> Iterator[None]:
         jax.config.update("jax_enable_compilation_cache", before)
 
 
-def _compile(lowered, topology: Topology, options: Options, state: int):
+def _compile(lowered, topology: Topology, xla: dict, state: int):
     try:
-        return lowered.compile(compiler_options=dict(options.xla) or None)
+        return lowered.compile(compiler_options=xla or None)
     except Exception as error:
         text = str(error)
         needed = _needed_bytes(text)

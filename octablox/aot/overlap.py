@@ -182,7 +182,10 @@ def _rendezvous(one: Instruction | None) -> str:
 
 @dataclasses.dataclass(eq=False)
 class _Transfer:
-    """What an instruction sends: its collectives, what is left of them, what is exposed."""
+    """What an instruction sends: its collectives, what is left of them, what is exposed.
+
+    Or, without collectives, what the SparseCore computes: it stands in the queue with transfers.
+    """
 
     instruction: Instruction
     found: list[Found]
@@ -217,7 +220,7 @@ class _Timeline:
     def begin(self, transfer: _Transfer) -> None:
         """Puts a transfer in the queue of its network."""
         transfer.left, transfer.has_begun = transfer.seconds, True
-        if all(part.kind == "collective-permute" for part in transfer.found):
+        if {part.kind for part in transfer.found} == {"collective-permute"}:
             transfer.is_queued = False  # the TensorCore's own DMAs, no program of the SparseCore
         transfer.products = self.products
         self._moving.append(transfer)
@@ -250,7 +253,8 @@ class _Timeline:
         shares: dict[_Transfer, int] = {}
         for is_slow in (False, True):
             here = self._on_network(is_slow)
-            shares |= {one: len(here) for one in here}
+            on_ring = sum(bool(one.found) for one in here)
+            shares |= {one: on_ring if one.found else 1 for one in here}
         step = min(longest, *(one.left * share for one, share in shares.items()))
         for one, share in shares.items():
             # Exactly nothing is left of the one that ends.
@@ -315,9 +319,13 @@ class _Walk:
             return
         if one.opcode.endswith("-update"):
             transfer.instruction = one  # it has the operand
+            if not transfer.found:
+                transfer.seconds = self._on_sparse_core(computation, one)
             self._begin(timeline, transfer, times, phase)
             timeline.started[one.name] = transfer
         else:
+            if not transfer.found:
+                transfer.instruction = one  # it has the name
             self._end(timeline, transfer, computation, times, phase)
 
     def _execute(self, timeline, computation, one, times, phase) -> None:
@@ -342,8 +350,10 @@ class _Walk:
             return
         for space, size in self._costs.traffic(computation, one).items():
             self.traffic[space] += size * times
+        if one.opcode == "custom-call-start":
+            timeline.started[one.name] = _Transfer(one, [], 0.0)
         if one.opcode.endswith("-start") or one.opcode == "recv":
-            return  # a copy, which runs beside the TensorCore
+            return  # a copy, or the SparseCore, which run beside the TensorCore
         self._count_flops(computation, one, times)
         seconds, began = self._compute(computation, one), timeline.now
         timeline.work(seconds)
@@ -366,9 +376,11 @@ class _Walk:
             self._note_transfer("waits", span, transfer, times, phase)
 
     def _note_transfer(self, kind, span, transfer, times, phase) -> None:
-        parts = (f"{part.kind} over {part.label}" for part in transfer.found)
+        parts = [f"{part.kind} over {part.label}" for part in transfer.found]
         size = math.fsum(part.bytes for part in transfer.found)
         what = f"{' and '.join(parts)}, {size / 1e6:.1f} MB"
+        if not parts:
+            what = f"SparseCore, {1e3 * transfer.seconds:.3f} ms: {transfer.instruction.op_name}"
         self._note(kind, times, phase, span, transfer.instruction.name, what)
 
     def _note(self, kind, times, phase, span, name, what) -> None:
@@ -378,6 +390,9 @@ class _Walk:
 
     def _end(self, timeline, transfer, computation, times, phase) -> None:
         self._wait(timeline, transfer, times, phase)
+        if not transfer.found:
+            where = _within(phase, phase_of(transfer.instruction.op_name))
+            self.compute[where] += transfer.exposed * times
         between = timeline.products - transfer.products
         self._add(transfer, computation, times, phase, between, is_async=True)
 
@@ -402,6 +417,11 @@ class _Walk:
                     is_async=is_async,
                 )
             )
+
+    def _on_sparse_core(self, computation: Computation, update: Instruction) -> float:
+        """Seconds of a gather or a change of layout: its result is read and written once."""
+        results = [b for done in computation.users.get(update.name, ()) for b in done.buffers]
+        return 2 * math.fsum(buffer.bytes for buffer in results) / self._chip.hbm_rate
 
     def _seconds(self, part: Found) -> float:
         return part.bytes / (self._chip.slice_rate if part.is_slow else self._chip.ring_rate)

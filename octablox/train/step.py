@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from octablox import fp8
 from octablox.config import Config
 from octablox.health import COUNTS
+from octablox.kernels.chips import chip_of
 from octablox.mesh import (
     AXES,
     batch_partition,
@@ -125,24 +126,35 @@ class Trainer:
         """Compiles `step` for batches [B, S]; may run in a thread while data is being read."""
         lowered = self.lower_step(batch_shape)
         with jax.set_mesh(self.mesh):
-            self.step = lowered.compile(self._compiler_options)
+            self.step = lowered.compile(self.compiler_options)
 
     def compile_eval(self, batch_shape: tuple[int, int]) -> None:
         """Compiles `eval_sums`; see `compile_step`."""
         with jax.set_mesh(self.mesh):
             params, batch = self.abstract_state().params, self._abstract_batch(batch_shape)
             lowered = self.eval_sums.lower(params, batch)
-            self.eval_sums = lowered.compile(self._compiler_options)
+            self.eval_sums = lowered.compile(self.compiler_options)
 
     @property
-    def _compiler_options(self) -> dict[str, bool]:
-        """On CPU, bfloat16 is rounded wherever the program says so.
+    def compiler_options(self) -> dict[str, bool]:
+        """XLA's options that differ from its defaults.
 
-        XLA may keep what it fuses in float32, and fuses one schedule otherwise than another: with
-        this their losses are equal to the bit.
+        On CPU, bfloat16 is rounded wherever the program says so. XLA may keep what it fuses in
+        float32, and fuses one schedule otherwise than another: with this their losses are equal to
+        the bit.
+
+        On TPU7x the SparseCore changes no layouts under the batch-split schedule. It does one thing
+        after the other: a transfer that ends later than such a change would have to begin after it,
+        and so would run under little of a step.
         """
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        return {"xla_allow_excess_precision": False} if on_cpu else {}
+        device = self.mesh.devices.flat[0]
+        if device.platform == "cpu":
+            return {"xla_allow_excess_precision": False}
+        chip = chip_of(device.device_kind)
+        split = self.config.schedule.use_batch_split_schedule
+        if split and chip is not None and chip.name == "tpu7x":
+            return {"xla_tpu_enable_offloading_copy_to_sparsecore": False}
+        return {}
 
     def init(self) -> TrainState:
         """A new state; the same for every mesh.
