@@ -183,6 +183,21 @@ def test_slots_of_an_all_to_all(tokens, chip, monkeypatch):
     np.testing.assert_array_equal(back, x * visits)
 
 
+def test_rows_of_a_quantized_gradient():
+    """Picked in 8 bits they are what they are when the gradient is opened before."""
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
+    order = dispatch.sort_copies(jnp.asarray(rng.integers(0, 4, (8, 2)), jnp.int32), 4, 0)
+    rows, grad = draw(16, 32), fp8.quantize_grad(draw(8, 32))
+    value, pull = jax.vjp(lambda r: dispatch.combine_for_quantized_grad(r, order), rows)
+    late = lambda r: fp8.quantize_grads(dispatch.combine(r, order))  # noqa: E731
+    expected, expected_pull = jax.vjp(late, rows)
+    grads = fp8.QuantizedGrad(jnp.zeros((8, 32), jnp.bfloat16), grad)
+    np.testing.assert_array_equal(value.value, expected.value)
+    np.testing.assert_array_equal(pull(grads)[0], expected_pull(grads)[0])
+    assert np.abs(pull(grads)[0]).max() > 0
+
+
 @pytest.mark.parametrize(
     ("recipe", "flags"),
     [

@@ -157,8 +157,8 @@ class Report:
             f"{chip.clock / 1e9:.2f} GHz",
             f"all collectives share one ring of {chip.ring_rate / GB:.0f} GB/s a device, those "
             "that are asynchronous one after the other; no latencies, no contention",
-            "what the SparseCore computes (some gathers) takes as long as its result from and to HBM, "
-            "and stands in the queue",
+            "what the SparseCore computes (some gathers) stands in the queue and takes as long as "
+            "its result from and to HBM",
             "FLOPs of dense products are from their shapes; of the experts' grouped products from "
             "the config: even load, no padding, no row computed twice, and at the peak rate",
             "an instruction takes XLA's own estimate of its cycles, else what its FLOPs or bytes "

@@ -37,7 +37,14 @@ from octablox.model.attention import rms_norm
 from octablox.model.config import ModelConfig
 from octablox.moe import all_to_all, exchange, experts, router
 from octablox.moe.config import MoeConfig
-from octablox.moe.dispatch import combine, dispatch, sort_copies, weights_of_rows, window
+from octablox.moe.dispatch import (
+    combine,
+    combine_for_quantized_grad,
+    dispatch,
+    sort_copies,
+    weights_of_rows,
+    window,
+)
 from octablox.moe.experts import GEMMS, Experts
 from octablox.moe.overflow import buffer_rows, sum_over_windows, windows_for
 from octablox.moe.probe import counted
@@ -275,7 +282,7 @@ class _MoeStages:
             tokens = sum_over_windows(once, windows, floats, others)
             overflowed = (windows > 1).astype(jnp.float32)
             tokens = counted(tokens, weights["overflow"], vary(overflowed))
-        return {**sent, "tokens": self._with_grad(tokens)}
+        return {**sent, "tokens": tokens}
 
     def combine(self, weights, context, carry):
         """Results back to the devices whose tokens they are of."""
@@ -295,11 +302,9 @@ class _MoeStages:
         tokens = vary(jnp.zeros((local * lax.axis_size("expert"), x.shape[-1]), x.dtype))
         k = self.settings.moe.num_experts_per_tok
         way = exchange.Ring() if self._is_ring() else all_to_all.idle(local, k)
-        return {"x": x, "way": way, "tokens": self._with_grad(tokens)}
-
-    def _with_grad(self, tokens):
-        """Results whose gradient comes in 8 bits, if it is to."""
-        return fp8.quantize_grads(tokens) if self.settings.moe.fp8_dispatch_grad else tokens
+        if self.settings.moe.fp8_dispatch_grad:
+            tokens = fp8.quantize_grads(tokens)
+        return {"x": x, "way": way, "tokens": tokens}
 
     def _is_ring(self):
         return self.settings.moe.use_ring_of_experts or lax.axis_size("expert") == 1
@@ -322,7 +327,10 @@ class _MoeStages:
             tokens = exchange.dequantized(tokens)
         mix = weights_of_rows(of["mix"], order)
         health = _health(self.settings, of["weights"])
-        return combine(kernel.apply(of["weights"], tokens, mix, order.group_sizes, health), order)
+        rows = kernel.apply(of["weights"], tokens, mix, order.group_sizes, health)
+        if self.settings.moe.fp8_dispatch_grad:
+            return combine_for_quantized_grad(rows, order)
+        return combine(rows, order)
 
     def _buffer_rows(self, local_tokens):
         moe, shards = self.settings.moe, lax.axis_size("expert")

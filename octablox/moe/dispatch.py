@@ -15,8 +15,8 @@ from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from octablox import kernels
-from octablox.fp8 import Quantized
+from octablox import fp8, kernels
+from octablox.fp8 import Quantized, QuantizedGrad
 from octablox.kernels import Scaled, uninitialized, vary_like
 from octablox.kernels.pallas_tpu import chip
 
@@ -124,6 +124,12 @@ def combine(rows: Float[Array, "R D"], order: CopyOrder) -> Float[Array, "T D"]:
     return _sums_of_gathers(rows, order)
 
 
+@jax.custom_vjp
+def combine_for_quantized_grad(rows: Float[Array, "R D"], order: CopyOrder) -> QuantizedGrad:
+    """As `combine`; the tokens' gradient is quantized, and opened when rows are picked from it."""
+    return fp8.new_quantized_grad(combine(rows, order))
+
+
 @jax.named_scope("combine")
 def _sums_as_products(rows, order):
     """A grouped matmul, whose groups are blocks of B tokens and whose rows are sorted by token.
@@ -188,10 +194,19 @@ combine.defvjp(
     lambda rows, order: (combine(rows, order), order),
     lambda order, grad: (_dispatch(grad, order), None),
 )
+combine_for_quantized_grad.defvjp(
+    lambda rows, order: (combine_for_quantized_grad(rows, order), order),
+    lambda order, grad: (_dequantized_rows(grad, order), None),
+)
 weights_of_rows.defvjp(
     lambda weights, order: (weights_of_rows(weights, order), order),
     lambda order, grad: (jnp.take(grad, order.row_of_copy, mode="fill", fill_value=0), None),
 )
+
+
+def _dequantized_rows(tokens: QuantizedGrad, order):
+    rows = jax.tree.map(lambda a: _rows(a, _token_of_row(order)), tokens.grad)
+    return fp8.dequantize(rows).astype(tokens.value.dtype)
 
 
 def _token_of_row(order):

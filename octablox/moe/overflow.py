@@ -14,6 +14,7 @@ from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Int
 
+from octablox.fp8 import QuantizedGrad
 from octablox.mesh import AXES
 from octablox.moe.config import MoeConfig
 
@@ -42,7 +43,8 @@ def sum_over_windows(
     The first window keeps its residuals, further ones are computed again in the backward pass.
 
     Args:
-      fn: a function of a window's number, of floats, and of what has no gradient.
+      fn: a function of a window's number, of floats, and of what has no gradient: an array, or one
+        whose gradient is quantized.
       windows: int32 [], at least 1, the same on every device.
       floats: a tree of arrays of more than 8 bits.
       others: any tree.
@@ -59,15 +61,19 @@ def sum_over_windows(
 
         return lax.cond(windows > 1, several, lambda total: total, total)
 
+    def all_of(first, windows, floats, others):
+        if not isinstance(first, QuantizedGrad):
+            return further(first, windows, lambda n: fn(n, floats, others))
+        total = further(first.value, windows, lambda n: fn(n, floats, others).value)
+        return QuantizedGrad(total, first.grad)
+
     @jax.custom_vjp
     def run(windows, floats, others):
-        first = fn(0, floats, others)
-        return further(first, windows, lambda n: fn(n, floats, others))
+        return all_of(fn(0, floats, others), windows, floats, others)
 
     def forward(windows, floats, others):
         first, pull = jax.vjp(lambda floats: fn(0, floats, others), floats)
-        out = further(first, windows, lambda n: fn(n, floats, others))
-        return out, (windows, floats, others, pull)
+        return all_of(first, windows, floats, others), (windows, floats, others, pull)
 
     def backward(residuals, grad):
         windows, floats, others, pull = residuals

@@ -5,12 +5,14 @@ come out of any schedule. So a count is declared as the gradient of a *probe*, a
 nothing depends on.
 """
 
+from typing import Any
+
 import jax
 
 
 @jax.custom_vjp
-def counted(value: jax.Array, probe: jax.Array, count: jax.Array) -> jax.Array:
-    """`value`; the gradient of `probe` is `count`, of probe's shape and dtype."""
+def counted(value: Any, probe: jax.Array, count: jax.Array) -> Any:
+    """`value`, a tree; the gradient of `probe` is `count`, of probe's shape and dtype."""
     del probe, count
     return value
 
