@@ -174,8 +174,9 @@ def rotate(
 ) -> Float[Array, "B S H rope"]:
     """Rotates pairs of neighbours: x [B, S, H, rope], in x's dtype.
 
-    (a, b) -> (a cos - b sin, a sin + b cos) is x cos + y sin. y, of pairs (-b, a), is a product with
-    a matrix of 0, 1 and -1, which is exact: a TPU would change layouts to pick every other number.
+    (a, b) -> (a cos - b sin, a sin + b cos) is x cos + y sin, with y of pairs (-b, a): a product
+    with a matrix of 0, 1 and -1, which is exact. A TPU would change layouts to pick every other
+    number.
     """
     twice = lambda angles: jnp.repeat(angles, 2, axis=-1)[:, :, None, :]  # noqa: E731
     swap = np.kron(np.eye(x.shape[-1] // 2), [[0, 1], [-1, 0]]).astype(np.float32)
