@@ -32,7 +32,7 @@ def as_computation(fn: Callable[[Tree], Tree], tree: Tree, number: jax.Array) ->
     """
     given = jax.tree.leaves(tree)
     jaxpr, result = jax.make_jaxpr(fn, return_shape=True)(tree)
-    there = dict(zip(jaxpr.jaxpr.invars, given, strict=True))
+    there: dict[Any, jax.Array] = dict(zip(jaxpr.jaxpr.invars, given, strict=True))
     there |= dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     out = jaxpr.jaxpr.outvars
     is_new = [isinstance(var, Literal) or var not in there for var in out]
