@@ -12,8 +12,8 @@ from octablox.kernels.pallas_tpu import chip
 Tree = Any
 
 
-def of_use() -> bool:
-    """Whether the program is for a TPU, whose schedule `as_computation` is about."""
+def helps() -> bool:
+    """Whether the program is for a TPU: `as_computation` is about XLA:TPU's scheduler."""
     return chip() is not None
 
 

@@ -22,7 +22,6 @@ from jaxtyping import Array, Float
 
 from octablox import fp8
 from octablox.fp8 import Quantized, Recipe
-from octablox.layer_scan import merge_by_gradient, split_by_gradient
 from octablox.mesh import (
     ParamSpec,
     gather_over_first,
@@ -49,6 +48,7 @@ from octablox.moe.experts import GEMMS, Experts
 from octablox.moe.overflow import buffer_rows, sum_over_windows, windows_for
 from octablox.moe.probe import counted
 from octablox.schedule import Layer, ScheduleConfig, Stage, WeightGroup
+from octablox.vjp import merge_by_gradient, split_by_gradient
 
 
 @dataclasses.dataclass(frozen=True)
