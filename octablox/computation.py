@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import Literal
 
 from octablox.kernels.pallas_tpu import chip
 
@@ -26,7 +26,7 @@ def as_computation(fn: Callable[[Tree], Tree], tree: Tree, number: jax.Array) ->
     branch of a conditional, one that is always taken but not so that XLA could know.
 
     Args:
-      fn: not differentiated through.
+      fn: called twice, to the same effect; not differentiated through.
       tree: its argument; what `fn` returns of it unchanged is not copied.
       number: int32, 0 or more.
     """
@@ -38,8 +38,10 @@ def as_computation(fn: Callable[[Tree], Tree], tree: Tree, number: jax.Array) ->
     is_new = [isinstance(var, Literal) or var not in there for var in out]
 
     def run():
-        values = jaxpr_as_fun(jaxpr)(*given)
-        return [value for value, new in zip(values, is_new, strict=True) if new]
+        # Traced anew: parts of it (attention's kernels) are traced without the mesh's types, and a
+        # jaxpr with such parts cannot be evaluated where types are checked.
+        leaves = jax.tree.leaves(fn(tree))
+        return [leaf for leaf, new in zip(leaves, is_new, strict=True) if new]
 
     def never():
         return [_empty(var.aval) for var, new in zip(out, is_new, strict=True) if new]

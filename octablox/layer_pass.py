@@ -84,7 +84,7 @@ class Pass:
             self._before(step)
             together = step.compute and (step.communication or self._beside(number))
             if together and computation.helps():
-                run = functools.partial(self._step, number, step, {})
+                run = lambda state, n=number, step=step: self._step(n, step, {}, state)  # noqa: E731
                 self._state = computation.as_computation(run, self._state, n)
                 waits = {}  # all has waited for all
             else:
