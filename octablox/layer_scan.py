@@ -104,7 +104,7 @@ class _Stack:
         # Each layer's part is written once it is known.
         total = _uninitialized_like(shards)
         last = self._gathered(shards, self.length - 1, windows) if windows else None
-        # The first turn scatters these as the last layer's gradient, which the second overwrites.
+        # The last layer scatters these as gradients of a layer after it; its own overwrite them.
         later = self._no_grads(last) if windows else None
         (grads, _, later, total), _ = lax.scan(
             body, (grads, last, later, total), (jnp.arange(self.length), kept), reverse=True
@@ -205,7 +205,7 @@ class _Stack:
 
         def put(total):
             results = lambda done: [of_shards(one.result(place)) for of_shards, place in done]  # noqa: E731
-            # Layer n + 1's own were put one turn ago.
+            # Layer n + 1's own were put when that layer ran.
             total = self._put(total, results(others), n + 1, add=self._own_shards())
             return self._put(total, results(own), n)
 

@@ -359,7 +359,7 @@ def test_what_a_turn_needs_was_there(order, save, micro_batches):
 
 def test_weights_are_there_before_the_step_that_needs_them():
     """Where nothing travels between attention and experts, these have steps of their own."""
-    groups = (*GROUPS[:1],)
+    groups = GROUPS[:1]
     order = batch_split(stages("dispatch combine unpermute"), 2, carried=True, groups=groups)
     assert order.backward == steps(
         "unpermute 0'",
