@@ -254,7 +254,7 @@ def test_a_small_step_fits_and_overlaps(tmp_path):
     done = compile_program(tmp_path, *SMALL, *flags)
     assert done.returncode == 0, done.stderr
     text = timeline.read_text()
-    assert "octablox_gmm" in text and "all-gather over expert" in text
+    assert "dot_general" in text and "all-gather over expert" in text
     # Nothing but what is being done, a line each, on stderr.
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["tracing", "XLA", "reading"]
     assert "step" in done.stdout
@@ -305,6 +305,8 @@ def test_long_sequences_and_an_all_to_all(tmp_path):
         assert kernel in text, kernel
     for dtype in ("f8e4m3fn", "f8e5m2"):  # tokens, and their gradients
         assert re.search(rf"= {dtype}\S* ragged-all-to-all", text)
+    # Steps of the schedule are computations of their own.
+    assert re.search(r' conditional\(.*op_name="[^"]*/cond"', text)
 
 
 @pytest.mark.aot
@@ -314,7 +316,11 @@ def test_without_latency_hiding_nothing_overlaps():
     report = compiler.compile_report(settings, options)
     assert report.traffic
     assert sum(one.overlapped_bytes for one in report.traffic) == 0
-    assert report.exposed_seconds == pytest.approx(report.roofline["network"])
+    # XLA parts a collective permute's start from its end without that scheduler, too.
+    others = [one for one in report.traffic if one.kind != "collective-permute"]
+    assert sum(one.seconds for one in others) > 0.99 * report.roofline["network"]
+    for one in others:
+        assert one.exposed_seconds == pytest.approx(one.seconds), one
 
 
 @pytest.mark.aot
