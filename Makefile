@@ -40,8 +40,8 @@ results: $(TPU)/installed.stamp ## measure all of docs/results again (hours)
 	$(BIN)/octablox check --json docs/results/check.json
 	$(BIN)/python -m benchmarks.gmm --json docs/results/gmm.json
 	$(BIN)/python -m benchmarks.step --json docs/results/step.json
-	PYTHONPATH=$(TPU) $(BIN)/python -m benchmarks.tpu_static --rows 8192 --type fp8 bf16 \
-	  --kernel octablox 'tokamax v2' --json docs/results/tpu_static.json
+	PYTHONPATH=$(TPU) $(BIN)/python -m benchmarks.tpu_static --rows 8192 \
+	  --json docs/results/tpu_static.json
 	$(BIN)/python -m benchmarks.results --compare runs/results
 
 test: $(STAMP) ## all tests but the slow ones and those that need libtpu

@@ -107,7 +107,11 @@ def step_markdown(rows: list[dict]) -> str:
 def static_markdown(rows: list[dict]) -> str:
     """Shares of the matrix units' limit, read from TPU schedules."""
     columns = ("rows", "product", "type", "kernel", "step", "equal", "routed", "skewed", "allowed")
-    lines = [[str(row.get(column, "–")) for column in columns] for row in rows]
+
+    def cell(value):
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    lines = [[cell(row.get(column, "–")) for column in columns] for row in rows]
     return markdown(list(columns), lines)
 
 
