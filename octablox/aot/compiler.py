@@ -94,7 +94,7 @@ def compile_report(
     mesh = make_mesh(shape, _devices(topology), slices)
     trainer = Trainer(config, mesh)
     rows = checks.global_batch_size(config, topology.devices)
-    with _without_cache():
+    with _jax_config(_WHILE_COMPILING):
         began, cpu = time.monotonic(), _cpu_seconds()
         note(f"tracing and lowering for {topology.devices} devices")
         lowered = trainer.lower_step((rows, config.run.max_target_length))
@@ -200,15 +200,26 @@ def _quiet_stderr() -> Iterator[None]:
         os.close(saved)
 
 
+_WHILE_COMPILING = {
+    # Nothing compiled is taken from a cache: its cost is part of the report.
+    "jax_enable_compilation_cache": False,
+    # Kernels carry the lines of Python that called them, and XLA compiles those apart that were
+    # called from elsewhere: each again for the backward pass and for the MTP layer.
+    "jax_traceback_in_locations_limit": 0,
+}
+
+
 @contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
-    """Nothing compiled is taken from a cache: its cost is part of the report."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
+def _jax_config(settings: Mapping[str, Any]) -> Iterator[None]:
+    """JAX's config with other values."""
+    before = {name: getattr(jax.config, name) for name in settings}
     try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def _compile(lowered, topology: Topology, xla: dict, state: int):

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import jax
+from jax import lax
 from jax import numpy as jnp
 
 from octablox.kernels import pallas_tpu_gmm, pallas_tpu_tgmm
@@ -272,7 +273,9 @@ def _choose(call: Gmm | Tgmm) -> Any:
 
 def _vary(lhs, rhs, group_sizes, group_offset):
     """All arguments varying over the same mesh axes; sizes int32 [G], offset int32 [1]."""
-    groups = group_sizes.astype(jnp.int32), jnp.asarray(group_offset, jnp.int32).reshape(1)
+    # XLA compiles a kernel that reads a constant apart from others that are alike.
+    offset = lax.optimization_barrier(jnp.asarray(group_offset, jnp.int32)).reshape(1)
+    groups = group_sizes.astype(jnp.int32), offset
     arrays = (*jax.tree.leaves((lhs, rhs)), *groups)
     return jax.tree.map(lambda a: vary_like(arrays, a), (lhs, rhs, *groups))
 
